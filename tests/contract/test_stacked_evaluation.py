@@ -95,7 +95,7 @@ class Judged(L.LightningModule):
         )
         self.accuracy = MulticlassAccuracy(10, average="micro")
         self.noise = PeakSignalNoiseRatio(data_range=(0.0, 1.0)).set_dtype(torch.float64)
-        self.mean = MeanMetric().set_dtype(torch.float64)
+        self.mean = MeanMetric(nan_strategy="ignore").set_dtype(torch.float64)
         self.error = MeanSquaredError().set_dtype(torch.float64)
         accuracies = {"micro": MulticlassAccuracy(10, average="micro", validate_args=False)}
         accuracies["macro"] = MulticlassAccuracy(10, average="macro")
@@ -133,16 +133,37 @@ class Late(Judged):
 class Ended(Judged):
     """Computes a metric when the evaluation ends, as modules often do, and adds to checkpoints."""
 
+    def on_validation_start(self):
+        self.log("first", self.net[0].bias.sum())
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.log("acc", self.accuracy)
+        self.log("mean", self(batch[0]).mean(), on_step=True, on_epoch=True)
+
     def on_validation_epoch_end(self):
-        self.log("acc", self.accuracy.compute())
+        self.log("acc at the end", self.accuracy.compute())
         self.accuracy.reset()
+        self.log("mean", self.mean(torch.ones(())))
+        self.log("mse", self.error)
 
     def on_save_checkpoint(self, checkpoint):
         checkpoint["note"] = 1
 
 
+class Hooked(Judged):
+    def on_validation_batch_end(self, outputs, batch, batch_idx):
+        self.log("acc", self.accuracy.compute())
+
+
+class Branching(Judged):
+    def on_validation_epoch_end(self):
+        self.log("good", float(bool(self.accuracy.compute() > 0.5)))
+
+
 def updates(module, logits, targets):
     module.accuracy.update(logits, targets)
+    module.error.update(logits.softmax(1), F.one_hot(targets, 10).to(logits))
 
 
 def by_tensors(module, logits, targets):
@@ -295,12 +316,14 @@ MODELS = {
     "decides at a value": lambda: Judged(decides_at_compute),
     "counts": lambda: Judged(counts),
     "ended": lambda: Ended(updates),
+    "hooked": lambda: Hooked(updates),
+    "branches at the end": lambda: Branching(updates),
 }
 
 
 @pytest.mark.slow_after_first
 @pytest.mark.parametrize(
-    "model", ["objects", "tensors", "calls", "collections", "averages", "decides at a value", "MLP"]
+    "model", ["objects", "tensors", "calls", "collections", "averages", "ended", "decides at a value", "MLP"]
 )
 @pytest.mark.parametrize("algorithm", [FedAvg(), FedPer(), Local()], ids=lambda algorithm: type(algorithm).__name__)
 def test_scores_of_clients_with_different_numbers_of_samples(model, algorithm, tmp_path, sizes):
@@ -329,7 +352,8 @@ def test_keys_that_some_clients_do_not_log(tmp_path, sizes):
         ("keeps at a value", r"keeps a tensor in `self.at_compute.best`, which all clients share"),
         ("gives NaN", r"gives the metric object `self.mean` NaN, or labels that are out of range"),
         ("counts", r"changes the number `self.seen`, which all clients share"),
-        ("ended", r"`Ended` overrides `on_validation_epoch_end`, which is written for one client"),
+        ("hooked", r"`Hooked` overrides `on_validation_batch_end`, which is written for one client"),
+        ("branches at the end", r"is followed by `on_validation_epoch_end`, which branches on the value of a tensor"),
     ],
 )
 def test_a_step_that_cannot_be_stacked_is_named_once(model, words, tmp_path, sizes):

@@ -26,6 +26,7 @@ from lightning_sparsefl.federated.local.isolation import Settings, restore_train
 from lightning_sparsefl.federated.local.round_lr import ScaleLearningRates
 from lightning_sparsefl.federated.local.stacked.asked_loop import AskedLoop
 from lightning_sparsefl.federated.local.stacked.batch_pass import BatchPass
+from lightning_sparsefl.federated.local.stacked.hooks import call_hook
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
 from lightning_sparsefl.federated.local.stacked.metrics.states import MetricRows, MetricStates
@@ -158,7 +159,9 @@ class StackedFit:
             NotStackable: If the training step does something that has no meaning for several clients at once.
         """
         with self._started(self._batches):
+            self._hook("on_train_start")
             self._epochs()
+            self._hook("on_train_end")
             self._require_alike()
         self.trainer._close()
         self.trainer._finish()
@@ -177,6 +180,8 @@ class StackedFit:
         """
         with self._started(1):
             self.reader.start_epoch()
+            self._hook("on_train_start")
+            self._hook("on_train_epoch_start")
             self.loop._ready, self.loop.is_last_batch = 1, True
             low, high, batch = next(self.reader.read(0, self.size, 0))
             if high < self.size:
@@ -309,6 +314,7 @@ class StackedFit:
             self.log.start_epoch(self._metrics)
             for callback, _ in self._callbacks:
                 callback.start_epoch()
+            self._hook("on_train_epoch_start")
             for numbers, ranges in self.reader.runs(self._phases()):
                 for number in numbers:
                     loop._ready, loop.is_last_batch = number + 1, number + 1 == self._batches
@@ -320,7 +326,14 @@ class StackedFit:
             for callback, _ in self._callbacks:
                 callback.end_epoch()
             self._schedule("epoch", epoch)
+            self._hook("on_train_epoch_end")
             loop.epochs_completed += 1
+
+    def _hook(self, name: str) -> None:
+        """Call a hook of the module for all clients."""
+        self.loop.set_steps(self.optimizer.taken)
+        with self._for_all():
+            call_hook(name, self.trainer.hooks, self.whole, self.log, self._metrics)
 
     def _phases(self) -> list[Hashable]:
         """Return what must agree for clients to step together, besides the sizes of their batches."""

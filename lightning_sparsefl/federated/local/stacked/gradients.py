@@ -17,8 +17,8 @@ from lightning_sparsefl.federated.exchange.failures import is_out_of_memory
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, stacked_fit
 from lightning_sparsefl.federated.local.stacked.reader import reader_of
-from lightning_sparsefl.federated.local.stacked.step_trial import EXACT, ROUNDED, difference, moved_weights
-from lightning_sparsefl.federated.local.stacked.trial import reason_of
+from lightning_sparsefl.federated.local.stacked.reasons import reason_of
+from lightning_sparsefl.federated.local.stacked.trials.step_trial import EXACT, ROUNDED, difference, moved_weights
 from lightning_sparsefl.federated.local.stacked.undo import attributes_kept
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.seeds import seed_all

@@ -127,8 +127,11 @@ class StackedLog:
     """What the step that runs has logged."""
     pending_objects: list[LoggedObject] = field(default_factory=list)
     """Metric objects that the step that runs has logged."""
-    _entries: dict[str, _Entry] = field(default_factory=dict)
-    _objects: dict[str, _Object] = field(default_factory=dict)
+    hook: str = ""
+    """Hook of the module that runs; empty in a step."""
+    _entries: dict[tuple[str, str], _Entry] = field(default_factory=dict)
+    """By hook and key."""
+    _objects: dict[tuple[str, str], _Object] = field(default_factory=dict)
 
     def log(
         self,
@@ -152,7 +155,8 @@ class StackedLog:
             NotStackable: If the value is no metric object, number or tensor of one number, or is reduced otherwise than
                 by mean, sum, minimum or maximum.
         """
-        on_step, on_epoch = True if on_step is None else on_step, False if on_epoch is None else on_epoch
+        on_step = not self.hook if on_step is None else on_step
+        on_epoch = bool(self.hook) if on_epoch is None else on_epoch
         if isinstance(value, Metric):
             self._log_object(LoggedObject(name, value, on_step, on_epoch))
             return
@@ -176,6 +180,20 @@ class StackedLog:
         value: Any = call.metric._forward_cache
         if call.on_step and isinstance(value, Tensor):
             self.log(f"{call.name}_step" if call.on_epoch else call.name, value.detach(), on_step=True, batch_size=1)
+
+    @contextmanager
+    def of_hook(self, name: str) -> Iterator[None]:
+        """Receive what a hook of the module logs within the context for all clients, as values of an epoch.
+
+        Args:
+            name: Name of the hook.
+        """
+        self.low, self.high, self.samples, self.hook = 0, self.size, _one, name
+        try:
+            yield
+            self.collect()
+        finally:
+            self.hook = ""
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -226,10 +244,10 @@ class StackedLog:
         self.samples = _one  # which lets go of the batch, so that the next one takes its memory
 
     def _record_object(self, call: LoggedObject) -> None:
-        known = self._objects.get(call.name)
+        known = self._objects.get((self.hook, call.name))
         if known is None:
             never, missing = [False] * self.size, [math.nan] * self.size
-            known = self._objects[call.name] = _Object(call, never, list(never), missing)
+            known = self._objects[self.hook, call.name] = _Object(call, never, list(never), missing)
         elif known.call.metric is not call.metric or known.call[2:] != call[2:]:
             raise NotStackable(f"logs {call.name!r} with other options than before")
         for logged in (known.logged, known.in_epoch):
@@ -244,9 +262,9 @@ class StackedLog:
             raise NotStackable(f"logs a tensor of several numbers as {logged.name!r}")
         if values.dtype not in (torch.float32, torch.float64):
             values = values.to(logged.dtype)
-        entry = self._entries.get(logged.name)
+        entry = self._entries.get((self.hook, logged.name))
         if entry is None:
-            entry = self._entries[logged.name] = self._entry(logged, values)
+            entry = self._entries[self.hook, logged.name] = self._entry(logged, values)
         elif (entry.on_step, entry.on_epoch, entry.reduce) != (logged.on_step, logged.on_epoch, logged.reduce):
             raise NotStackable(f"logs {logged.name!r} with other options than before")
         entry.logged[self.low : self.high] = [True] * count
@@ -296,7 +314,7 @@ class StackedLog:
             states: States of the metric objects.
         """
         found: list[dict[str, float]] = [{} for _ in range(self.size)]
-        for name, entry in self._entries.items():
+        for (_, name), entry in self._entries.items():
             values = zip(found, entry.logged, entry.newest.tolist(), entry.reduced(), strict=True)
             for metrics, logged, newest, reduced in values:
                 if not logged:
@@ -305,7 +323,7 @@ class StackedLog:
                     metrics |= {name: reduced, f"{name}_step": newest, f"{name}_epoch": reduced}
                 else:
                     metrics[name] = reduced if entry.on_epoch else newest
-        for name, each in self._objects.items():
+        for (_, name), each in self._objects.items():
             if not each.call.on_epoch:
                 continue
             keys = (name, f"{name}_epoch") if each.call.on_step else (name,)
@@ -339,16 +357,17 @@ class EvaluationLog(StackedLog):
         self.pending_objects.append(call)
 
     def results(self, states: ObjectStates) -> list[dict[str, float]]:
-        """Return the value of each key for each client, as an evaluation returns them.
+        """Return the value of each key for each client, as an evaluation returns them, and forget the values.
 
         Args:
             states: States of the metric objects.
         """
         found = self.metrics(states)
-        for name, entry in self._entries.items():
+        for (_, name), entry in self._entries.items():
             if entry.on_step:
                 for metrics in found:
                     metrics.pop(f"{name}_step", None)
+        self._entries, self._objects = {}, {}
         return found
 
 

@@ -775,8 +775,77 @@ class LearnsFromAMetric(Measured):
         return F.cross_entropy(logits, batch[1]) + 1e-3 * self.extremes[2].compute() * logits.square().mean()
 
 
+@stacked
+class ActsBetweenEpochs(Measured):
+    """Begins and ends epochs as modules often do."""
+
+    def on_train_start(self):
+        self.log("first", self.net[0].bias.detach().sum())
+
+    def on_train_epoch_start(self):
+        self.mean.reset()
+        self.log("epoch", float(self.current_epoch))
+
+    def measure(self, logits, labels, loss, batch_idx):
+        self.mean.update(loss, weight=len(labels))
+        self.accuracy(logits, labels)
+        self.log("acc", self.accuracy, on_step=False, on_epoch=True)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+
+    def on_train_epoch_end(self):
+        self.log("loss", self.mean.compute())  # also a key of the step
+        self.log_dict({"best": self.extremes[0](self.mean.compute()), "steps": 2.0}, prog_bar=True)
+        with torch.no_grad():
+            self.net[2].weight.clamp_(-0.3, 0.3)
+
+    def on_train_end(self):
+        with torch.no_grad():
+            self.net[2].bias.mul_(0.9)
+
+
+@alone("is followed by `on_train_epoch_end`, which branches on the value of a tensor")
+class BranchesAfterAnEpoch(Measured):
+    def measure(self, logits, labels, loss, batch_idx):
+        self.mean.update(loss)
+
+    def on_train_epoch_end(self):
+        if self.mean.compute() > 1:
+            self.log("bad", 1.0)
+
+
+@alone("is followed by `on_train_epoch_end`, which asks for `trainer.callback_metrics`")
+class ReadsAfterAnEpoch(Plain):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("double", 2 * self.trainer.callback_metrics.get("loss", torch.zeros(())))
+
+
+@alone("changes the number `self.epochs`")
+class CountsEpochs(Plain):
+    def __init__(self):
+        super().__init__()
+        self.epochs = 0
+
+    def on_train_epoch_end(self):
+        self.epochs += 1
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) / (1 + self.epochs)
+
+
+@alone("is followed by `on_train_epoch_end`, which asks for the number of steps")
+class CountsStepsAfterAnEpoch(Plain):
+    """The trial has one step of each client; later they have taken different numbers."""
+
+    def on_train_epoch_end(self):
+        self.log("steps", float(self.global_step))
+
+
 @alone("gives the metric object `self.mean` NaN, or labels that are out of range")
-@pytest.mark.filterwarnings("ignore:Encountered `nan` values")
 class LogsNaN(Measured):
     def measure(self, logits, labels, loss, batch_idx):
         self.mean.update(torch.where(logits > 0, logits, torch.nan))

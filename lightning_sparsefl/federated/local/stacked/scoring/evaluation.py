@@ -20,6 +20,7 @@ from lightning_sparsefl.federated.local.fast.batches import num_batches
 from lightning_sparsefl.federated.local.fast.steps import StepCaller
 from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
 from lightning_sparsefl.federated.local.isolation import Settings, isolate_metrics, restore_trainer_refs
+from lightning_sparsefl.federated.local.stacked.hooks import call_hook
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
 from lightning_sparsefl.federated.local.stacked.logs import EvaluationLog
 from lightning_sparsefl.federated.local.stacked.metrics.states import MetricStates
@@ -145,19 +146,29 @@ class StackedEvaluation:
                 self._recorder.start(self.whole, self.kept, name)
             if self._reader is not None:
                 self._reader.start_epoch()
+            self._hook(f"on_{name}_start")
+            self._hook(f"on_{name}_epoch_start")
             for number in range(max(self._batches)):
                 for low, high, batch in self._read(number):
                     self._batch(step, low, high, batch, number)
                     del batch  # so that the next one takes its memory, which is in the cache
+            self.results = self.log.results(self.metrics)
+            self._hook(f"on_{name}_epoch_end")
+            for result, later in zip(self.results, self.log.results(self.metrics), strict=True):
+                result |= later
+            self._hook(f"on_{name}_end")
         self.kept.require_unchanged()
         self.metrics.require_usual()
         require_same_settings(settings)
         trainer._close()
         trainer._finish()
-        for request, result in zip(self.requests, self.log.results(self.metrics), strict=True):
+        for request, result in zip(self.requests, self.results, strict=True):
             request.result = result
-        self.kept.require_unchanged()  # by a metric object's value either
         isolate_metrics(self.module)
+
+    def _hook(self, name: str) -> None:
+        """Call a hook of the module for all clients."""
+        call_hook(name, self.trainer.hooks, self.whole, self.log, self.metrics)
 
     def _ranges(self, number: int) -> Iterator[tuple[int, int]]:
         """Iterate over ranges of clients, from the first one to before the last one, whose batches have equal sizes."""

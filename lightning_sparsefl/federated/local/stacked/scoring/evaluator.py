@@ -15,15 +15,17 @@ from lightning_sparsefl.federated.exchange.failures import is_out_of_memory
 from lightning_sparsefl.federated.exchange.orders import SCORING_STEPS, Split
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.support import SCORING_HOOKS, overridden
+from lightning_sparsefl.federated.local.stacked.hooks import EVALUATION_HOOKS
 from lightning_sparsefl.federated.local.stacked.reader import name_of_data
+from lightning_sparsefl.federated.local.stacked.reasons import reason_of
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
 from lightning_sparsefl.federated.local.stacked.scoring.evaluation import (
     EvaluationRequest,
     evaluate_stack,
     readable_in_order,
 )
-from lightning_sparsefl.federated.local.stacked.step_trial import logged_difference, moved_weights
-from lightning_sparsefl.federated.local.stacked.trial import reason_of, reason_of_hooks
+from lightning_sparsefl.federated.local.stacked.trials.stacking_trial import reason_of_hooks
+from lightning_sparsefl.federated.local.stacked.trials.step_trial import logged_difference, moved_weights
 from lightning_sparsefl.federated.local.stacked.undo import attributes_kept
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.types import Weights
@@ -141,7 +143,7 @@ class StackEvaluator:
         step, hooks = SCORING_STEPS[split], overridden(worker.module)
         if step not in hooks:
             return f"there is no `{self._name(split)}`"
-        reason = reason_of_hooks(worker.module, hooks & SCORING_HOOKS[step])
+        reason = reason_of_hooks(worker.module, (hooks & SCORING_HOOKS[step]) - EVALUATION_HOOKS)
         if reason is not None:
             return reason
         first: Weights = dict(worker.initial)

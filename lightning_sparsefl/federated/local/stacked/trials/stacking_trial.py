@@ -8,7 +8,6 @@ number out of a tensor, raises in the stacked step.
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Collection
 from dataclasses import replace
@@ -20,7 +19,6 @@ from torch import nn
 
 from lightning_sparsefl.callbacks.stacking import stacking_key
 from lightning_sparsefl.data.examples import reads_here
-from lightning_sparsefl.federated.exchange.failures import in_brief
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.support import NEVER_CALLED, SCORING_HOOKS, STEPS, overridden
 from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
@@ -28,9 +26,11 @@ from lightning_sparsefl.federated.local.isolation import restore_trainer_refs
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.asked_loop import AskedLoop
 from lightning_sparsefl.federated.local.stacked.fit import options_of, require_elementwise
+from lightning_sparsefl.federated.local.stacked.hooks import TRAINING_HOOKS
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 from lightning_sparsefl.federated.local.stacked.reader import name_of_data
-from lightning_sparsefl.federated.local.stacked.step_trial import (
+from lightning_sparsefl.federated.local.stacked.reasons import reason_of
+from lightning_sparsefl.federated.local.stacked.trials.step_trial import (
     ALONE,
     EXACT,
     ROUNDED,
@@ -43,43 +43,6 @@ from lightning_sparsefl.federated.local.worker import ClientWorker
 
 _DOUBLE = "64-true"
 _PRECISIONS = ("32-true", _DOUBLE)
-
-_CLAUSES = (
-    (r"requires_grad", "sets `requires_grad` of a tensor"),
-    (r"accessing `data`", "uses `data` of a tensor"),
-    (r"\.item\(\)", "reads a number out of a tensor (`.item()`, `float()`, `int()`)"),
-    (r"allclose", "compares tensors (`torch.allclose`)"),
-    (r"data-dependent control flow|bool\(\)", "branches on the value of a tensor"),
-    (
-        r"autograd.Function with functorch",
-        "uses an `autograd.Function` without a batched form (`generate_vmap_rule = True` gives it one)",
-    ),
-    (r"inplace|in-place|match the broadcast shape", "writes in place into a tensor that all clients share"),
-    (r"Batching rule not implemented for ([\w:]+(?:\.\w+)*)", "uses `{}`, which has no batched form"),
-    (r"dynamic shape|nonzero|masked_select|data-dependent", "makes tensors whose shape depends on values"),
-    (r"numpy|storage", "leaves torch (`.numpy()`)"),
-)
-"""Patterns of the errors of ``torch.func``, and clauses that say what a training step does to cause them."""
-
-
-def reason_of(error: Exception) -> str:
-    """Return what a training step does to cause an error when stacked, as a clause.
-
-    Args:
-        error: Error of a stacked step.
-
-    Example:
-        >>> reason_of(RuntimeError("vmap: It looks like you're calling .item() on a Tensor."))
-        'reads a number out of a tensor (`.item()`, `float()`, `int()`)'
-    """
-    text = str(error)
-    if isinstance(error, NotStackable):
-        return text
-    for pattern, clause in _CLAUSES:
-        found = re.search(pattern, text)
-        if found:
-            return clause.format(*found.groups())
-    return f"fails for several clients at once ({in_brief(error)})"
 
 
 def reason_of_hooks(module: LightningModule, hooks: Collection[str]) -> str | None:
@@ -152,7 +115,8 @@ class StackingTrial:
         module, name = self._module, type(self._module).__name__
         if not module.automatic_optimization:
             return f"`{name}` optimizes manually"
-        reason = reason_of_hooks(module, overridden(module).difference(STEPS, NEVER_CALLED, *SCORING_HOOKS.values()))
+        known = (STEPS, NEVER_CALLED, TRAINING_HOOKS, *SCORING_HOOKS.values())
+        reason = reason_of_hooks(module, overridden(module).difference(*known))
         if reason is not None:
             return reason
         own = {"log", "log_dict"} & vars(module).keys()

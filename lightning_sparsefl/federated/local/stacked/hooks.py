@@ -1,0 +1,46 @@
+"""Hooks of a module that are called once for all clients of a stack."""
+
+from __future__ import annotations
+
+from lightning_sparsefl.federated.exchange.failures import is_out_of_memory
+from lightning_sparsefl.federated.local.fast.hooks import Hooks
+from lightning_sparsefl.federated.local.stacked.leaves import StackedModule
+from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
+from lightning_sparsefl.federated.local.stacked.metrics.states import MetricStates
+from lightning_sparsefl.federated.local.stacked.reasons import reason_of
+
+_TIMES = ("start", "epoch_start", "epoch_end", "end")
+TRAINING_HOOKS = frozenset(f"on_train_{time}" for time in _TIMES)
+"""Hooks of a fit that have no arguments."""
+EVALUATION_HOOKS = frozenset(f"on_{stage}_{time}" for stage in ("validation", "test") for time in _TIMES)
+"""Hooks of an evaluation that have no arguments."""
+
+
+def call_hook(name: str, hooks: Hooks, whole: StackedModule, log: StackedLog, metrics: MetricStates) -> None:
+    """Call a hook of the module for all clients at once, if the module overrides it.
+
+    Args:
+        name: Name of the hook.
+        hooks: Caller of the hooks.
+        whole: Tensors of all clients.
+        log: Receiver of what the hook logs.
+        metrics: States of the metric objects of all clients.
+
+    Raises:
+        NotStackable: If the hook fails for several clients at once.
+    """
+    if name not in hooks.overridden:
+        return
+
+    def run(batch: None, level: int) -> None:
+        log.level = level
+        with metrics.part(0, whole.size).shown(level):
+            hooks.call_module(name)
+
+    try:
+        with log.of_hook(name):
+            whole.call(run, None)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise NotStackable(f"is followed by `{name}`, which {reason_of(error)}") from error
