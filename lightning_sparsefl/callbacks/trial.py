@@ -27,7 +27,7 @@ def copy_of(batch: Any, memo: dict[int, tuple[Any, Any]] | None = None) -> Any:
     Args:
         batch: Tensors in nested lists, tuples, mappings and dataclasses. Of an object of another class the copy shares
             the tensors, and of what cannot be copied all.
-        memo: What was copied, and its copy, by its identity, for what is in several places. Default: nothing yet.
+        memo: Originals with their copies, by the identity of the original. Default: none yet.
 
     Example:
         >>> batch = {"x": torch.zeros(2), "y": [torch.ones(1)]}

@@ -152,7 +152,7 @@ class _Row:
         for name, child in self.module.named_modules():
             if isinstance(child, Metric):
                 refuse = _refusal(f"uses the metric object `self.{name}`, whose states are in the stack")
-                vars(child).update(update=refuse, compute=refuse)
+                vars(child).update(forward=refuse, update=refuse, compute=refuse)
         self.parameters = dict(self.module.named_parameters())
         self.optimizer = RowOptimizer(self.parameters, place)
         self.trainer = RowTrainer(self._of, self._total)

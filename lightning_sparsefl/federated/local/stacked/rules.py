@@ -492,6 +492,16 @@ def _one_hot(rules: LayerRules, tensor: Any, num_classes: int = -1) -> Any:
     return rules.close(zeros.scatter(-1, classes.unsqueeze(-1), 1))
 
 
+@_rule(torch.bincount, Tensor.bincount)
+def _bincount(rules: LayerRules, input: Any, weights: Any = None, minlength: int = 0) -> Any:
+    """Count the numbers of all clients; ``vmap`` does so client by client. One beyond `minlength` is an error here."""
+    numbers = rules.open(input)
+    if numbers is None or weights is not None or minlength <= 0:
+        return NotImplemented
+    zeros = torch.zeros(len(numbers), minlength, dtype=torch.long, device=numbers.device)
+    return rules.close(zeros.scatter_add(1, numbers.long(), torch.ones_like(numbers, dtype=torch.long)))
+
+
 def _extreme(reduce: Callable[..., Tensor]) -> Rule:
     """Return a rule that divides the gradient evenly among equal extremes, as without clients."""
 

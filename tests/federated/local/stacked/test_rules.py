@@ -1,6 +1,7 @@
 """Each layer for several clients at once gives each client's outputs, gradients and buffers."""
 
 import copy
+import warnings
 from unittest import mock
 
 import pytest
@@ -213,3 +214,21 @@ def test_the_module_holds_its_own_tensors_after_an_error():
 
 def test_the_rules_are_of_functions_that_layers_call():
     assert {F.linear, F.conv2d, torch.conv2d, F.batch_norm, F.cross_entropy, torch.relu} <= _RULES.keys()
+
+
+def test_numbers_are_counted_for_all_clients_at_once():
+    numbers = torch.tensor([[0, 2, 2], [1, 1, 1], [0, 1, 2]], dtype=torch.int32)
+    whole = StackedModule(nn.Linear(1, 1), SIZE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a loop over the clients
+        found = whole.call(lambda batch, level: torch.bincount(batch, minlength=4), numbers)
+    assert torch.equal(found, torch.stack([torch.bincount(row, minlength=4) for row in numbers]))
+    for wrong in (numbers + 2, numbers - 1):
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            whole.call(lambda batch, level: torch.bincount(batch, minlength=4), wrong)
+
+
+def test_the_largest_of_one_number_is_that_number():
+    numbers = torch.tensor([1.0, -2.0, 3.0])
+    whole = StackedModule(nn.Linear(1, 1), SIZE)
+    assert torch.equal(whole.call(lambda batch, level: torch.max(batch) - batch.min(), numbers), torch.zeros(3))

@@ -45,7 +45,7 @@ class ValueCheck:
         """Set the flag if any entry of a boolean tensor is true.
 
         Args:
-            found: For each value, whether the check looks for it.
+            found: Whether the check looks for a value, for each of them.
         """
         self.flag = self.flag | found.any()
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
@@ -18,11 +18,11 @@ from lightning_sparsefl.federated.local.stacked.leaves import layout_of, unwrapp
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 from lightning_sparsefl.federated.local.stacked.metrics.checks import check_of
 
-_OF_USES = frozenset(
-    {
-        *("_update_count", "_computed", "_forward_cache", "_cache", "_enable_grad", "update", "compute"),
-        *("_is_synced", "_to_sync", "_should_unsync", "compute_on_cpu"),
-    }
+_METHODS = ("forward", "update", "compute")
+"""Methods by which a metric is used."""
+_OF_USES = (
+    *("_update_count", "_computed", "_forward_cache", "_cache", "_enable_grad"),
+    *("_is_synced", "_to_sync", "_should_unsync", "compute_on_cpu"),
 )
 """Attributes of metrics, besides the states, that their methods set."""
 _UNGROUPED = {"_enable_compute_groups": False, "_groups": {}, "_groups_checked": False, "_state_is_copy": False}
@@ -67,7 +67,7 @@ class MetricStates:
         self.counts = [[metric._update_count] * size for metric in self.metrics.values()]
         """Number of updates of each metric object by each client."""
         self._lent: list[dict[str, Any]] = [
-            {"update": metric.update, "compute": metric.compute} for metric in self.metrics.values()
+            {name: getattr(metric, name) for name in _METHODS} for metric in self.metrics.values()
         ]
         """Attributes of each metric object while clients use it."""
         self._checks = {}
@@ -104,14 +104,11 @@ class MetricStates:
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """Refuse to use the metric objects within the context, but for that of :meth:`MetricRows.shown`."""
-        before = [(metric.update, metric.compute) for metric in self.metrics.values()]
-        for name, metric in self.metrics.items():
-            vars(metric).update(update=_refusal(name), compute=_refusal(name))
-        try:
+        refusals = [dict.fromkeys(_METHODS, _refusal(name)) for name in self.metrics]
+        with ExitStack() as stack:
+            for metric, refused in zip(self.metrics.values(), refusals, strict=True):
+                stack.enter_context(_replaced(vars(metric), refused))
             yield
-        finally:
-            for metric, (update, compute) in zip(self.metrics.values(), before, strict=True):
-                vars(metric).update(update=update, compute=compute)
 
     @contextmanager
     def lent(self, counts: Sequence[int]) -> Iterator[None]:
@@ -120,24 +117,16 @@ class MetricStates:
         Args:
             counts: Number of updates of each metric object.
         """
-        tables = [vars(each) for each in (*self.metrics.values(), *self._collections)]
-        lent = [own | {"_update_count": count} for own, count in zip(self._lent, counts, strict=True)]
-        lent += [_UNGROUPED] * len(self._collections)
-        before = [
-            {key: table.get(key, _ABSENT) for key in _OF_USES | own.keys()}
-            for table, own in zip(tables, lent, strict=True)
-        ]
-        for table, own in zip(tables, lent, strict=True):
-            table.update(own)
-        try:
-            yield
-        finally:
-            for slot in self.slots:
-                slot.table[slot.key], slot.table["_defaults"][slot.key] = slot.first, slot.default
-            for table, own in zip(tables, before, strict=True):
-                table.update(own)
-                for key in [key for key, value in own.items() if value is _ABSENT]:
-                    del table[key]
+        with ExitStack() as stack:
+            for metric, own, count in zip(self.metrics.values(), self._lent, counts, strict=True):
+                stack.enter_context(_replaced(vars(metric), own | {"_update_count": count}, _OF_USES))
+            for collection in self._collections:
+                stack.enter_context(_replaced(vars(collection), _UNGROUPED))
+            try:
+                yield
+            finally:
+                for slot in self.slots:
+                    slot.table[slot.key], slot.table["_defaults"][slot.key] = slot.first, slot.default
 
     def require_usual(self) -> None:
         """Raise :class:`NotStackable` if a metric object got a value that it removes or refuses."""
@@ -276,6 +265,25 @@ class MetricRows:
             pairs = zip(metrics.values(), counts, strict=True)
             self.add_updates([metric._update_count - count for metric, count in pairs])
             _require_sums(metrics)
+
+
+@contextmanager
+def _replaced(table: dict[str, Any], values: Mapping[str, Any], others: Iterable[str] = ()) -> Iterator[None]:
+    """Replace attributes of an object within the context, and restore them with others afterwards.
+
+    Args:
+        table: Attributes of the object.
+        values: Attributes within the context.
+        others: Names of attributes that are restored as well.
+    """
+    before = {key: table.get(key, _ABSENT) for key in (*values, *others)}
+    table.update(values)
+    try:
+        yield
+    finally:
+        table.update(before)
+        for key in [key for key, value in before.items() if value is _ABSENT]:
+            del table[key]
 
 
 def _require_sums(metrics: Mapping[str, Metric]) -> None:
