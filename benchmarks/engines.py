@@ -34,7 +34,10 @@ import torch
 from federated_round import BATCH, RATES, SEED, Bare, Moment, processor
 from lightning.pytorch import Callback
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_sparsefl.algorithms import FedAvg, FedDIP, FedLPS, FedSpa, PerFedMask
 from lightning_sparsefl.data import IID, Dirichlet, FederatedDataModule, Partition
@@ -55,10 +58,30 @@ from lightning_sparsefl.models import (
 )
 from lightning_sparsefl.seeds import generator
 
+
+class Measured(MLP):
+    """MLP that logs its loss and its accuracy by metric objects, as many modules do."""
+
+    def __init__(self) -> None:
+        super().__init__(num_classes=10, **RATES)
+        self.measured_loss, self.measured_acc = MeanMetric(), MulticlassAccuracy(10)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Compute the mean cross-entropy of a batch, and update and log the objects."""
+        logits = self(batch[0])
+        loss = cross_entropy(logits, batch[1])
+        self.measured_loss(loss)
+        self.measured_acc(logits, batch[1])
+        self.log("train_loss", self.measured_loss, on_step=False, on_epoch=True)
+        self.log("train_acc", self.measured_acc, on_step=False, on_epoch=True)
+        return loss
+
+
 GREY, COLOR = (1, 28, 28), (3, 32, 32)
 WORDS = 1000
 MODELS: dict[str, tuple[Callable[[], Classifier], tuple[int, ...]]] = {
     "MLP": (lambda: MLP(num_classes=10, **RATES), GREY),
+    "MLP, metrics": (Measured, GREY),
     "LeNet5": (lambda: LeNet5(num_classes=10, **RATES), GREY),
     "MNISTNet": (lambda: MNISTNet(num_classes=10, **RATES), GREY),
     "SmallCNN": (lambda: SmallCNN(num_classes=10, sample_shape=GREY, **RATES), GREY),
