@@ -156,6 +156,11 @@ class Hooked(Judged):
         self.log("acc", self.accuracy.compute())
 
 
+class Reading(Judged):
+    def on_validation_epoch_end(self):
+        self.log("double", 2 * self.trainer.callback_metrics.get("loss", torch.zeros(())))
+
+
 class Branching(Judged):
     def on_validation_epoch_end(self):
         self.log("good", float(bool(self.accuracy.compute() > 0.5)))
@@ -317,6 +322,7 @@ MODELS = {
     "counts": lambda: Judged(counts),
     "ended": lambda: Ended(updates),
     "hooked": lambda: Hooked(updates),
+    "reads at the end": lambda: Reading(by_tensors),
     "branches at the end": lambda: Branching(updates),
 }
 
@@ -353,6 +359,7 @@ def test_keys_that_some_clients_do_not_log(tmp_path, sizes):
         ("gives NaN", r"gives the metric object `self.mean` NaN, or labels that are out of range"),
         ("counts", r"changes the number `self.seen`, which all clients share"),
         ("hooked", r"`Hooked` overrides `on_validation_batch_end`, which is written for one client"),
+        ("reads at the end", r"`on_validation_epoch_end`, which asks for `trainer.callback_metrics`, of which each"),
         ("branches at the end", r"is followed by `on_validation_epoch_end`, which branches on the value of a tensor"),
     ],
 )

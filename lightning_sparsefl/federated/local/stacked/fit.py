@@ -77,6 +77,15 @@ class StackTrainer(FastTrainer):
         self.steps = False
         super().__init__(*args, **options)
 
+    @contextmanager
+    def for_all(self) -> Iterator[None]:
+        """Refuse to read logged values within the context, in which code of the module runs for all clients."""
+        self.steps = True
+        try:
+            yield
+        finally:
+            self.steps = False
+
     def _require_no_step(self, name: str) -> None:
         if self.steps:
             raise NotStackable(f"asks for `trainer.{name}`, of which each client has its own")
@@ -358,17 +367,16 @@ class StackedFit:
         optimizer = self.optimizer.optimizer
         groups, state = optimizer.param_groups, optimizer.state
         before = [group["params"] for group in groups]
-        self.trainer.steps = True
         optimizer.state = _StateOfAll(reads)  # type: ignore[assignment]
         for group in groups:
             group["params"] = _ParametersOfAll(reads)
         try:
-            yield
+            with self.trainer.for_all():
+                yield
         finally:
             for group, parameters in zip(groups, before, strict=True):
                 group["params"] = parameters
             optimizer.state = state
-            self.trainer.steps = False
 
     def _caller(self) -> StepCaller:
         """Return the caller of the module's training step."""

@@ -18,8 +18,8 @@ from lightning_sparsefl.federated.exchange.orders import Split
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.batches import num_batches
 from lightning_sparsefl.federated.local.fast.steps import StepCaller
-from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
 from lightning_sparsefl.federated.local.isolation import Settings, isolate_metrics, restore_trainer_refs
+from lightning_sparsefl.federated.local.stacked.fit import StackTrainer
 from lightning_sparsefl.federated.local.stacked.hooks import call_hook
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
 from lightning_sparsefl.federated.local.stacked.logs import EvaluationLog
@@ -113,7 +113,7 @@ class StackedEvaluation:
     """
 
     def __init__(
-        self, trainer: FastTrainer, requests: Sequence[EvaluationRequest], recorder: PassRecorder | None = None
+        self, trainer: StackTrainer, requests: Sequence[EvaluationRequest], recorder: PassRecorder | None = None
     ) -> None:
         self.trainer, self.requests, self.size = trainer, requests, len(requests)
         self.module, self.stage = trainer.lightning_module, _STAGES[requests[0].split]
@@ -140,7 +140,7 @@ class StackedEvaluation:
         self.metrics = MetricStates(self.module, self.size)
         settings = Settings.of_trainer(trainer)
         step = StepCaller(trainer.hooks, self.module, f"{name}_step", trainer.precision_plugin)
-        with self.log.receiving(self.module), modes_restored(self.module):
+        with self.log.receiving(self.module), modes_restored(self.module), trainer.for_all():
             trainer.hooks.call_module(f"on_{name}_model_eval")
             if self._recorder is not None:
                 self._recorder.start(self.whole, self.kept, name)
@@ -152,9 +152,9 @@ class StackedEvaluation:
                 for low, high, batch in self._read(number):
                     self._batch(step, low, high, batch, number)
                     del batch  # so that the next one takes its memory, which is in the cache
-            self.results = self.log.results(self.metrics)
+            results = self.log.results(self.metrics)
             self._hook(f"on_{name}_epoch_end")
-            for result, later in zip(self.results, self.log.results(self.metrics), strict=True):
+            for result, later in zip(results, self.log.results(self.metrics), strict=True):
                 result |= later
             self._hook(f"on_{name}_end")
         self.kept.require_unchanged()
@@ -162,7 +162,7 @@ class StackedEvaluation:
         require_same_settings(settings)
         trainer._close()
         trainer._finish()
-        for request, result in zip(self.requests, self.results, strict=True):
+        for request, result in zip(self.requests, results, strict=True):
             request.result = result
         isolate_metrics(self.module)
 
@@ -232,7 +232,7 @@ def evaluate_stack(
         requests: Requests of one split, by falling number of samples.
         recorder: Recorder of the module's evaluations; None = each batch calls the module's step.
     """
-    trainer = FastTrainer(engine.options, engine.fabric, module, (), (), datamodule, samples=engine.samples)
+    trainer = StackTrainer(engine.options, engine.fabric, module, (), (), datamodule, samples=engine.samples)
     with restore_trainer_refs(module, ()), trainer.running():
         evaluation = StackedEvaluation(trainer, requests, recorder)
         try:
