@@ -94,7 +94,7 @@ class Judged(L.LightningModule):
             nn.Linear(8, 10),
         )
         self.accuracy = MulticlassAccuracy(10, average="micro")
-        self.noise = PeakSignalNoiseRatio(data_range=(0.0, 1.0)).set_dtype(torch.float64)
+        self.noise = PeakSignalNoiseRatio(data_range=(0.0, 1.0))
         self.mean = MeanMetric(nan_strategy="ignore").set_dtype(torch.float64)
         self.error = MeanSquaredError().set_dtype(torch.float64)
         accuracies = {"micro": MulticlassAccuracy(10, average="micro", validate_args=False)}

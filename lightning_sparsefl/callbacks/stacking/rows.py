@@ -18,6 +18,7 @@ from torchmetrics import Metric
 
 from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.callbacks.stacking.base import Leaves, StackedCallback, StackedPass
+from lightning_sparsefl.callbacks.stacking.hidden_metrics import hidden
 from lightning_sparsefl.callbacks.step_guard import prepare_step
 
 NOT_CALLED = ("on_before_backward", "on_before_zero_grad")
@@ -30,11 +31,11 @@ def _refuse(clause: str) -> NoReturn:
     raise RuntimeError(f"a callback {clause}")
 
 
-def _refusal(clause: str) -> Callable[..., NoReturn]:
-    """Return a function that refuses to be called."""
+def _refusal_of_metric(name: str) -> Callable[..., NoReturn]:
+    """Return a function that refuses to use a metric object."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        _refuse(clause)
+        _refuse(f"uses the metric object `self.{name}`, whose states are in the stack")
 
     return refuse
 
@@ -151,8 +152,7 @@ class _Row:
         self.module = copy.deepcopy(self._module, memo)
         for name, child in self.module.named_modules():
             if isinstance(child, Metric):
-                refuse = _refusal(f"uses the metric object `self.{name}`, whose states are in the stack")
-                vars(child).update(forward=refuse, update=refuse, compute=refuse)
+                vars(child).update(hidden(child, _refusal_of_metric(name)))
         self.parameters = dict(self.module.named_parameters())
         self.optimizer = RowOptimizer(self.parameters, place)
         self.trainer = RowTrainer(self._of, self._total)

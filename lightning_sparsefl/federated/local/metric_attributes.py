@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric, SumMetric
 
-_OF_METRICS = frozenset({*vars(SumMetric()), "forward"}) - SumMetric()._defaults.keys()
-"""Attributes that torch and torchmetrics set, and the method that a stack replaces."""
+_OF_METRICS = frozenset({*vars(SumMetric()), "forward", "reset"}) - SumMetric()._defaults.keys()
+"""Attributes that torch and torchmetrics set, and methods that a stack replaces."""
 _CONTAINERS = (list, dict, set, deque)
 
 

@@ -18,7 +18,15 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
-from torchmetrics import MaxMetric, MeanMetric, MetricCollection, MinMetric, SumMetric
+from torchmetrics import (
+    ClasswiseWrapper,
+    MaxMetric,
+    MeanMetric,
+    Metric,
+    MetricCollection,
+    MinMetric,
+    SumMetric,
+)
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy, MulticlassF1Score
 from torchmetrics.image import PeakSignalNoiseRatio
 
@@ -695,7 +703,7 @@ class Measured(Plain):
         self.extremes = nn.ModuleList([MaxMetric(), MinMetric(), SumMetric()]).double()
         counted = {"macro": MulticlassAccuracy(4), "micro": MulticlassF1Score(4, average="micro")}
         self.grouped = MetricCollection(counted, prefix="train_")
-        self.noise = PeakSignalNoiseRatio(data_range=(0.0, 1.0)).set_dtype(torch.float64)
+        self.noise = PeakSignalNoiseRatio(data_range=(0.0, 1.0))
         self.binary = BinaryAccuracy(ignore_index=-1)
 
     def training_step(self, batch, batch_idx):
@@ -757,6 +765,97 @@ class AveragesAStateOverUpdates(Measured):
         self.noise(logits.softmax(1), F.one_hot(labels, 4).to(logits))
         if not self.current_epoch:
             self.log("noise", self.noise.data_range + self.noise.compute())
+
+
+class Own(Metric):
+    """A metric whose value or states are made in an unusual way."""
+
+    full_state_update = False
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        whole = torch.tensor(0) if kind == "type" else torch.zeros((), dtype=torch.float64)
+        self.add_state("now", whole, dist_reduce_fx="sum")
+        self.add_state("before", whole.clone(), dist_reduce_fx="sum")
+
+    def update(self, value):
+        if self.kind == "swap":
+            self.before, self.now = self.now, value.detach()
+        else:
+            self.now = self.now + (value.detach().round() if self.kind == "type" else value.detach())
+
+    def compute(self):
+        return self.now / self._update_count + 2 * self.before
+
+
+class MeasuredOwn(Measured):
+    kind = "count"
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.wrapped = Own(self.kind), ClasswiseWrapper(MulticlassAccuracy(4, average=None))
+
+    def measure(self, logits, labels, loss, batch_idx):
+        self.own.update(loss)
+        self.log("own", self.own, on_step=False, on_epoch=True)
+
+
+@stacked
+class DividesByItsUpdates(MeasuredOwn):
+    """Of which clients have made different numbers when an epoch ends."""
+
+
+@stacked
+class SwapsStates(MeasuredOwn):
+    kind = "swap"
+
+
+@alone("changes the shape or the type of a metric object's state")
+class ChangesTheTypeOfAState(MeasuredOwn):
+    kind = "type"
+
+
+@stacked
+class ReadsItsUpdates(Measured):
+    """Begins anew after some updates; the object is not logged, and clients have made different numbers of updates."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.mean.update(loss.detach())
+        if self.mean.update_count >= 3:
+            self.mean.reset()
+            return 2 * loss
+        return loss / self.mean.update_count
+
+
+class SchedulesByAMetric(Measured):
+    def __init__(self):
+        super().__init__()
+        self.late = SumMetric()
+
+    def training_step(self, batch, batch_idx):
+        self.late.update(1.0)
+        return self.loss(batch)
+
+    def factor(self, epoch):
+        raise NotImplementedError
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: self.factor(epoch))]
+
+
+@alone("uses of the metric object `self.late`, of which each client has its own")
+class SchedulesByAState(SchedulesByAMetric):
+    def factor(self, epoch):
+        return 1 / (1 + float(self.late.sum_value)) if epoch else 1.0
+
+
+@alone("uses of the metric object `self.late`, of which each client has its own")
+class SchedulesByUpdates(SchedulesByAMetric):
+    def factor(self, epoch):
+        return 0.5 if epoch and self.late.update_called else 1.0
 
 
 @stacked
@@ -1376,6 +1475,11 @@ def measures(trainer, module, *args):
     module.counted.update(1.0)
 
 
+def reads_a_state(trainer, module, *args):
+    with torch.no_grad():
+        module.net[0].bias.add_(0.01 * module.counted.sum_value)
+
+
 def reads_a_metric(trainer, module, *args):
     with torch.no_grad():
         module.net[0].bias.add_(0.01 * module.counted.compute())
@@ -1392,6 +1496,7 @@ REFUSED = [
     ("on_train_epoch_end", schedules, "asks for `trainer.lr_scheduler_configs`"),
     ("on_train_batch_end", logs, "logs values"),
     ("on_train_batch_end", measures, "uses the metric object `self.counted`"),
+    ("on_train_epoch_end", reads_a_state, "uses the metric object `self.counted`"),
     ("on_train_batch_start", reads_a_metric, "uses the metric object `self.counted`"),
     ("on_train_epoch_end", stops, "sets `trainer.should_stop`"),
     ("on_before_zero_grad", lambda trainer, module, optimizer: shrinks(trainer, module), "the callback Acting cannot"),

@@ -101,7 +101,8 @@ def check_of(metric: Metric) -> ValueCheck | None:
         metric: Metric object.
     """
     if isinstance(metric, BaseAggregator):
-        return None if metric.nan_strategy == "disable" else _NaNCheck(metric)
+        is_own = type(metric)._cast_and_nan_check_input is not BaseAggregator._cast_and_nan_check_input
+        return None if is_own or metric.nan_strategy == "disable" else _NaNCheck(metric)
     classes = _classes_of(metric) if getattr(metric, "validate_args", False) else None
     return None if classes is None else _LabelCheck(metric, classes)
 

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_mean
 
+from lightning_sparsefl.callbacks.stacking.hidden_metrics import METHODS, SharedCount, hidden
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.leaves import layout_of, unwrapped
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
-from lightning_sparsefl.federated.local.stacked.metrics.checks import check_of
+from lightning_sparsefl.federated.local.stacked.metrics.checks import ValueCheck, check_of
 
-_METHODS = ("forward", "update", "compute")
-"""Methods by which a metric is used."""
 _OF_USES = (
     *("_update_count", "_computed", "_forward_cache", "_cache", "_enable_grad"),
     *("_is_synced", "_to_sync", "_should_unsync", "compute_on_cpu"),
@@ -36,12 +35,10 @@ class _Slot(NamedTuple):
     table: dict[str, Any]
     """Attributes of the metric object."""
     key: str
-    first: Tensor
-    """State of the metric object itself, which it gets back."""
     states: Tensor
     """States of all clients."""
     default: Tensor
-    """State after a reset, as `forward` of the metric object makes one; the object gets it back, too."""
+    """State after a reset, as `forward` of the metric object makes one."""
 
 
 class MetricStates:
@@ -61,28 +58,30 @@ class MetricStates:
         for metric in self.metrics.values():
             table = vars(metric)  # in which `setattr` of a metric puts its states, too, after many questions
             for key, default in metric._defaults.items():
-                if isinstance(default, Tensor):  # a list is checked when something was appended to it
+                # a list is checked when something was appended to it; a wrapper may show the states of another object
+                if isinstance(default, Tensor) and key in table:
                     states = table[key].expand(size, *table[key].shape).clone()
-                    self.slots.append(_Slot(table, key, table[key], states, default))
+                    self.slots.append(_Slot(table, key, states, default))
         self.counts = [[metric._update_count] * size for metric in self.metrics.values()]
         """Number of updates of each metric object by each client."""
         self._lent: list[dict[str, Any]] = [
-            {name: getattr(metric, name) for name in _METHODS} for metric in self.metrics.values()
+            {name: getattr(metric, name) for name in METHODS} for metric in self.metrics.values()
         ]
         """Attributes of each metric object while clients use it."""
-        self._checks = {}
+        self._checks: dict[str, ValueCheck] = {}
+        self._flags: dict[str, Tensor] = {}
         for (name, metric), lent in zip(self.metrics.items(), self._lent, strict=True):
             check = check_of(metric)
             if check is not None:
                 lent.update(check.replaced())
                 flags = check.flag.expand(size).clone()
-                self.slots.append(_Slot(vars(check), "flag", check.flag, flags, check.flag))
-                self._checks[name] = flags
+                self.slots.append(_Slot(vars(check), "flag", flags, check.flag))
+                self._checks[name], self._flags[name] = check, flags
         self._collections = [child for child in module.modules() if isinstance(child, MetricCollection)]
-        self._averaged = [
+        self.read = {
             place for place, metric in enumerate(self.metrics.values()) if dim_zero_mean in metric._reductions.values()
-        ]
-        """Places of the metric objects whose `forward` divides by the number of updates."""
+        }
+        """Places of the metric objects whose number of updates is read, as `forward` does to average a state."""
 
     def part(self, low: int, high: int) -> MetricRows:
         """Return the states of the clients from `low` to before `high`, which are views of these.
@@ -99,19 +98,18 @@ class MetricStates:
         Args:
             client: Place of the client.
         """
-        return tuple(self.counts[place][client] for place in self._averaged)
+        return tuple(self.counts[place][client] for place in sorted(self.read))
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """Refuse to use the metric objects within the context, but for that of :meth:`MetricRows.shown`."""
-        refusals = [dict.fromkeys(_METHODS, _refusal(name)) for name in self.metrics]
         with ExitStack() as stack:
-            for metric, refused in zip(self.metrics.values(), refusals, strict=True):
-                stack.enter_context(_replaced(vars(metric), refused))
+            for name, metric in self.metrics.items():
+                stack.enter_context(_replaced(vars(metric), hidden(metric, _refusal(name))))
             yield
 
     @contextmanager
-    def lent(self, counts: Sequence[int]) -> Iterator[None]:
+    def lent(self, counts: Sequence[SharedCount]) -> Iterator[None]:
         """Let clients use the metric objects within the context, and restore what the objects hold afterwards.
 
         Args:
@@ -119,19 +117,19 @@ class MetricStates:
         """
         with ExitStack() as stack:
             for metric, own, count in zip(self.metrics.values(), self._lent, counts, strict=True):
-                stack.enter_context(_replaced(vars(metric), own | {"_update_count": count}, _OF_USES))
+                values = {**own, "_update_count": count, "_defaults": dict(metric._defaults)}
+                states = [name for name in metric._defaults if name in vars(metric)]
+                stack.enter_context(_replaced(vars(metric), values, (*_OF_USES, *states)))
+            for check in self._checks.values():
+                stack.enter_context(_replaced(vars(check), {"_defaults": dict(check._defaults)}, ("flag",)))
             for collection in self._collections:
                 stack.enter_context(_replaced(vars(collection), _UNGROUPED))
-            try:
-                yield
-            finally:
-                for slot in self.slots:
-                    slot.table[slot.key], slot.table["_defaults"][slot.key] = slot.first, slot.default
+            yield
 
     def require_usual(self) -> None:
         """Raise :class:`NotStackable` if a metric object got a value that it removes or refuses."""
-        if self._checks and bool(torch.stack(list(self._checks.values())).any()):
-            name = next(name for name, flags in self._checks.items() if bool(flags.any()))
+        if self._flags and bool(torch.stack(list(self._flags.values())).any()):
+            name = next(name for name, flags in self._flags.items() if bool(flags.any()))
             raise NotStackable(f"gives the metric object `self.{name}` NaN, or labels that are out of range")
 
     def compute(self, metric: Metric, logged: Sequence[bool]) -> list[float]:
@@ -147,7 +145,7 @@ class MetricStates:
         try:
             with functorch.vmap_level(self.size) as level, self.part(0, self.size).shown(level):
                 value = unwrapped(metric.compute(), level, self.size)
-        except RuntimeError:  # of `torch.func`, or of the user's code, which then raises it again
+        except (RuntimeError, NotStackable):  # of `torch.func`, or of the user's code, which then raises it again
             return [self._value(metric, place) if has else math.nan for place, has in enumerate(logged)]
         _require_one_number(metric, value.ndim - 1)
         found: list[float] = value.tolist()
@@ -197,9 +195,13 @@ class MetricRows:
         return [slot.states[self._clients] for slot in self._states.slots]
 
     @cached_property
-    def layout(self) -> Hashable:
-        """Layout of the states."""
+    def _layout(self) -> Hashable:
         return layout_of(self.tensors)
+
+    @property
+    def key(self) -> Hashable:
+        """Layout of the states, and what the operations on them depend on."""
+        return (self._layout, self.read_updates)
 
     @property
     def updates(self) -> list[list[int]]:
@@ -218,6 +220,22 @@ class MetricRows:
             before: The numbers of updates before the step.
         """
         return [max(now, default=0) - max(then, default=0) for now, then in zip(self.updates, before, strict=True)]
+
+    @property
+    def read_updates(self) -> tuple[int, ...]:
+        """Number of updates of each metric object for which it is read; it is the same for all of the clients."""
+        return self._states.phase(self._clients.start)
+
+    def _count(self, place: int, name: str) -> SharedCount:
+        """Return the number of updates of a metric object as the clients see it."""
+        counts = self.updates[place]
+
+        def note() -> None:
+            if len(set(counts)) > 1:
+                raise NotStackable(f"reads the number of updates of `self.{name}`, of which each client has its own")
+            self._states.read.add(place)
+
+        return SharedCount(max(counts), note, all(counts) or not any(counts))
 
     def add_updates(self, numbers: Sequence[int]) -> None:
         """Count updates by each of the clients.
@@ -249,7 +267,8 @@ class MetricRows:
         Raises:
             NotStackable: If a metric object has kept samples in a list.
         """
-        metrics, counts = self._states.metrics, [max(counts) for counts in self.updates]
+        metrics = self._states.metrics
+        counts = [self._count(place, name) for place, name in enumerate(metrics)]
         with self._states.lent(counts):
             given = [functorch.wrap(own, 0, level) if level else own[0] for own in self.tensors]
             for slot, own, state in zip(self._states.slots, self.tensors, given, strict=True):
@@ -259,12 +278,21 @@ class MetricRows:
                     slot.table["_defaults"][slot.key] = functorch.wrap(default, 0, level)
             yield
             with torch.no_grad():
-                for slot, own, state in zip(self._states.slots, self.tensors, given, strict=True):
-                    if slot.table[slot.key] is not state:  # else it is as it was, or has been written in place
-                        own.copy_(unwrapped(slot.table[slot.key], level, len(own)))
-            pairs = zip(metrics.values(), counts, strict=True)
-            self.add_updates([metric._update_count - count for metric, count in pairs])
+                self._write_back(given, level)
+            now: list[Any] = [metric._update_count for metric in metrics.values()]
+            values = (each.value if isinstance(each, SharedCount) else each for each in now)
+            self.add_updates([value - count.value for value, count in zip(values, counts, strict=True)])
             _require_sums(metrics)
+
+    def _write_back(self, given: Sequence[Tensor], level: int) -> None:
+        """Write the states back that the metric objects have replaced; others have been written in place, if at all."""
+        slots = zip(self._states.slots, self.tensors, given, strict=True)
+        replaced = [(own, slot.table[slot.key]) for slot, own, state in slots if slot.table[slot.key] is not state]
+        found = [(own, unwrapped(state, level, len(own)).clone()) for own, state in replaced]  # one may be another one
+        for own, state in found:
+            if state.shape != own.shape or state.dtype is not own.dtype:
+                raise NotStackable("changes the shape or the type of a metric object's state")
+            own.copy_(state)
 
 
 @contextmanager

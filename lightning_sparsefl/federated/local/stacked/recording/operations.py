@@ -74,6 +74,8 @@ class OperationRecorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.reason: str | None = None
         self._inputs, self._written, self._copies_across = inputs, set[int](), False
+        self._dtype: torch.dtype | None = None
+        """Default type of floats in the first operation, as a quotient of integers has it."""
         self._graph, self._constants = fx.Graph(), nn.Module()
         self._nodes: dict[int, fx.Node] = {}
         self._kept: list[Tensor] = []
@@ -84,6 +86,7 @@ class OperationRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do an operation and record it."""
         kwargs = kwargs or {}
+        self._dtype = self._dtype or torch.get_default_dtype()
         result = func(*args, **kwargs)
         self._record(func, args, kwargs, result)
         return result
@@ -101,7 +104,10 @@ class OperationRecorder(TorchDispatchMode):
             if isinstance(node.target, OpOverload):
                 node.target = _FUNCTIONS.get(str(node.target.overloadpacket).removeprefix("aten."), node.target)
         written = [place for place, tensor in enumerate(self._inputs) if _storage(tensor) in self._written]
-        return Operations(fx.GraphModule(self._constants, self._graph).forward, written, self._copies_across)
+        run = fx.GraphModule(self._constants, self._graph).forward
+        if self._dtype not in (None, torch.get_default_dtype()):
+            run = _with_floats_of(self._dtype, run)
+        return Operations(run, written, self._copies_across)
 
     def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         results = result if isinstance(result, (tuple, list)) else (result,)
@@ -170,6 +176,20 @@ class OperationRecorder(TorchDispatchMode):
     def _bind(self, tensor: Tensor, node: fx.Node) -> None:
         self._nodes[id(tensor)] = node
         self._kept.append(tensor)
+
+
+def _with_floats_of(dtype: torch.dtype, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is called with a default type of floats."""
+
+    def called(*tensors: Tensor) -> Any:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            return run(*tensors)
+        finally:
+            torch.set_default_dtype(before)
+
+    return called
 
 
 def _is_alias(view: Tensor, base: Tensor) -> bool:

@@ -59,8 +59,8 @@ class EvaluationPass:
 
     @property
     def key(self) -> Hashable:
-        """Number of clients, and layouts of the batch and of the states."""
-        return (self.part.size, layout_of(self.batch), self.metrics.layout)
+        """Number of clients, layout of the batch, and key of the states."""
+        return (self.part.size, layout_of(self.batch), self.metrics.key)
 
     def call(self) -> None:
         """Do the step by calling the module."""
@@ -110,7 +110,7 @@ class EvaluationPass:
 
     def record(self) -> RecordedEvaluation | None:
         """Do the step without a trace, and return it as a recorded one; None if it cannot be repeated."""
-        before = self.metrics.updates
+        before, read = self.metrics.updates, self.metrics.read_updates
 
         def work(number: Any) -> list[Tensor]:
             self._do(cast(int, number))
@@ -118,7 +118,7 @@ class EvaluationPass:
 
         with self.leaving_no_trace():
             operations = trace(work, self.inputs, self.part.module)  # type: ignore[arg-type]
-            if operations is None:
+            if operations is None or self.metrics.read_updates != read:
                 return None
             updates = self.metrics.updates_since(before)
             return RecordedEvaluation(operations, list(self.log.pending), list(self.log.pending_objects), updates)

@@ -85,8 +85,8 @@ class TrainingPass:
 
     @property
     def key(self) -> Hashable:
-        """Number of clients, and layouts of the batch and of the states of metric objects."""
-        return (self._one.part.size, layout_of(self._one.batch), self._one.metrics.layout)
+        """Number of clients, layout of the batch, and key of the states of metric objects."""
+        return (self._one.part.size, layout_of(self._one.batch), self._one.metrics.key)
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -125,7 +125,7 @@ class TrainingPass:
         """Do the step without a trace, and return it as a recorded one; None if it cannot be repeated."""
         one, leaves = copy.copy(self._one), dict(self._one.leaves)
         names: list[str] = []
-        before = one.metrics.updates
+        before, read = one.metrics.updates, one.metrics.read_updates
 
         def work(number: Any) -> list[Tensor]:
             one.number = cast(int, number)
@@ -136,7 +136,7 @@ class TrainingPass:
 
         with self.leaving_no_trace():
             operations = trace(work, self.inputs, self._module, self._optimizer)
-            if operations is None:
+            if operations is None or one.metrics.read_updates != read:
                 return None
             updates = one.metrics.updates_since(before)
             return RecordedStep(operations, names, list(one.log.pending), list(one.log.pending_objects), updates)

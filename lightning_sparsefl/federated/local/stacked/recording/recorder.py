@@ -194,10 +194,10 @@ def _in_one_order() -> Iterator[None]:
 
 
 def _same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
-    """Return whether tensors have the same numbers in the same layouts."""
+    """Return whether tensors have the same numbers in the same types and layouts."""
     pairs = zip(ours, theirs, strict=False)
     return len(ours) == len(theirs) and all(
-        order_in_memory(a) == order_in_memory(b) and torch.equal(a, b) for a, b in pairs
+        a.dtype is b.dtype and order_in_memory(a) == order_in_memory(b) and torch.equal(a, b) for a, b in pairs
     )
 
 

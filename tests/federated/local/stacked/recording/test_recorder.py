@@ -342,6 +342,30 @@ def test_a_recording_that_differs_from_the_next_call_is_dropped(tmp_path, repeat
     assert len(repeated) == len(steps)  # no step besides those that were compared
 
 
+def test_quotients_of_integers_have_the_type_of_the_run(tmp_path, repeated):
+    class Ratio(Net):
+        def training_step(self, batch, batch_idx):
+            logits = self.net(batch[0])
+            right = (logits.argmax(1) == batch[1]).sum() / (batch[1] >= 0).sum()
+            self.log("right", right, on_step=False, on_epoch=True)
+            return F.cross_entropy(logits, batch[1]) * (1 + right)
+
+    assert compare(tmp_path, Ratio, repeated, precision="64-true") > 20
+
+
+def test_a_number_of_updates_is_no_constant(tmp_path, repeated):
+    class Counts(WithMetrics):
+        def training_step(self, batch, batch_idx):
+            loss = F.cross_entropy(self.net(batch[0]), batch[1])
+            self.mean.update(loss.detach())
+            if self.mean.update_count == 7:
+                self.mean.reset()
+                return 2 * loss
+            return loss
+
+    compare(tmp_path, Counts, repeated, epochs=3)
+
+
 def test_a_recording_that_fails_is_dropped(tmp_path, repeated):
     class Failing(RecordedStep):
         def run(self, one):
