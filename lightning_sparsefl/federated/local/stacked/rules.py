@@ -492,6 +492,18 @@ def _one_hot(rules: LayerRules, tensor: Any, num_classes: int = -1) -> Any:
     return rules.close(zeros.scatter(-1, classes.unsqueeze(-1), 1))
 
 
+@_rule(Tensor.__setitem__)
+def _set_marked(rules: LayerRules, input: Any, index: Any, value: Any) -> Any:
+    """Write a number where a boolean tensor is true; before torch 2.15, ``vmap`` takes that for a choice of entries."""
+    tensor, marked = rules.open(input), rules.open(index)
+    if tensor is None or marked is None or marked.dtype is not torch.bool or not isinstance(value, (int, float)):
+        return NotImplemented
+    if marked.shape != tensor.shape:
+        return NotImplemented
+    tensor.masked_fill_(marked, value)
+    return None
+
+
 @_rule(torch.bincount, Tensor.bincount)
 def _bincount(rules: LayerRules, input: Any, weights: Any = None, minlength: int = 0) -> Any:
     """Count the numbers of all clients; ``vmap`` does so client by client. One beyond `minlength` is an error here."""

@@ -232,3 +232,17 @@ def test_the_largest_of_one_number_is_that_number():
     numbers = torch.tensor([1.0, -2.0, 3.0])
     whole = StackedModule(nn.Linear(1, 1), SIZE)
     assert torch.equal(whole.call(lambda batch, level: torch.max(batch) - batch.min(), numbers), torch.zeros(3))
+
+
+def test_numbers_are_written_where_a_mask_is_true():
+    def write(batch, level):
+        numbers, slopes = 2 * batch, batch.clone()
+        numbers[batch > 1] = 0.5
+        slopes[slopes < 0] = 0
+        return numbers * slopes
+
+    numbers = torch.tensor([[1.0, -2.0], [3.0, 1.5], [-1.0, 0.0]], requires_grad=True)
+    found = StackedModule(nn.Linear(1, 1), SIZE).call(write, numbers)
+    assert torch.equal(found, torch.stack([write(row, 0) for row in numbers]))
+    ours, theirs = (torch.autograd.grad(each.sum(), numbers)[0] for each in (found, write(numbers, 0)))
+    assert torch.equal(ours, theirs)
