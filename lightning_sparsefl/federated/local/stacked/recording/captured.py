@@ -6,7 +6,7 @@ it reads and writes the same memory each time, so that inputs are copied there, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -78,12 +78,14 @@ class CapturedOperations:
             raise ValueError("a graph cannot copy to another device")
         self._operations = operations  # which keeps the constants that a graph reads
         self.written: Sequence[int] = operations.written
+        self.used: Sequence[int] = operations.used
         self.copies_across: bool = operations.copies_across
         self._rows = [_row(tensor) for tensor in inputs]
         self._inputs = [self._given(place, tensor).detach().clone() for place, tensor in enumerate(inputs)]
         whole = [own.expand(tensor.shape) for own, tensor in zip(self._inputs, inputs, strict=True)]
         self._results, self._repeat = capture(lambda: operations.run(*whole))
-        self._types = _places_by_type(self._inputs), _places_by_type(self._results)
+        read = {place: self._inputs[place] for place in operations.used}
+        self._types = _places_by_type(read), _places_by_type(dict(enumerate(self._results)))
 
     @torch.no_grad()
     def run(self, *inputs: Tensor) -> Results:
@@ -113,9 +115,9 @@ def _row(tensor: Tensor) -> tuple[slice, ...] | None:
     return row if slice(1) in row else None
 
 
-def _places_by_type(tensors: Sequence[Tensor]) -> list[list[int]]:
+def _places_by_type(tensors: Mapping[int, Tensor]) -> list[list[int]]:
     """Return the places of the tensors of each type, which one kernel copies."""
     places: dict[torch.dtype, list[int]] = {}
-    for place, tensor in enumerate(tensors):
+    for place, tensor in tensors.items():
         places.setdefault(tensor.dtype, []).append(place)
     return list(places.values())

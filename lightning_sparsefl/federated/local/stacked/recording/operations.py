@@ -47,6 +47,8 @@ class Operations:
     """Function of the tensors that were given to the recorder, in their order."""
     written: Sequence[int]
     """Places of the tensors among them that the operations write into."""
+    used: Sequence[int]
+    """Places of those that the operations use at all."""
     copies_across: bool = False
     """Whether an operation copies a tensor to another device."""
 
@@ -107,7 +109,9 @@ class OperationRecorder(TorchDispatchMode):
         run = fx.GraphModule(self._constants, self._graph).forward
         if self._dtype not in (None, torch.get_default_dtype()):
             run = _with_floats_of(self._dtype, run)
-        return Operations(run, written, self._copies_across)
+        placeholders = (node for node in self._graph.nodes if node.op == "placeholder")
+        used = [place for place, node in enumerate(placeholders) if node.users]
+        return Operations(run, written, used, self._copies_across)
 
     def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         results = result if isinstance(result, (tuple, list)) else (result,)

@@ -14,17 +14,17 @@ from lightning_sparsefl.federated.local.stacked.recording.operations import Oper
 
 def test_results_and_written_inputs_are_those_of_the_operations():
     total, weight, x = torch.zeros(2), torch.ones(1, 3).expand(2, 3), torch.ones(2, 3)
-    labels = torch.tensor([0, 1])
-    with OperationRecorder([total, weight, x, labels]) as recorder:
+    labels, unused = torch.tensor([0, 1]), torch.zeros(1)
+    with OperationRecorder([total, weight, x, labels, unused]) as recorder:
         total += (weight * x).sum(1)
         results = [x * torch.tensor([1.0, 2.0, 3.0]), labels + 1]
     operations = recorder.operations(results)
-    assert operations.written == [0]
-    captured = CapturedOperations(operations, [total, weight, x, labels], capture_on_cpu)
+    assert (operations.written, operations.used) == ([0], [0, 1, 2, 3])
+    captured = CapturedOperations(operations, [total, weight, x, labels, unused], capture_on_cpu)
     found = []
     for factor in (2.0, 3.0):
         total, weight = torch.ones(2), torch.full((1, 3), factor).expand(2, 3)
-        found.append(captured.run(total, weight, 5 * x, labels))
+        found.append(captured.run(total, weight, 5 * x, labels, unused))
         assert total.tolist() == [1 + 15 * factor] * 2
     assert all(values.tolist() == [[5, 10, 15]] * 2 and numbers.tolist() == [1, 2] for values, numbers in found)
     assert found[0][0].data_ptr() != found[1][0].data_ptr()

@@ -373,7 +373,8 @@ def test_a_recording_that_fails_is_dropped(tmp_path, repeated):
                 leaf.grad = torch.ones_like(leaf)
             raise RuntimeError
 
-    with mock.patch.object(TrainingPass, "record", return_value=Failing(Operations(lambda: (), []), [], [], [], [])):
+    failing = Failing(Operations(lambda: (), [], []), [], [], [], [])
+    with mock.patch.object(TrainingPass, "record", return_value=failing):
         assert compare(tmp_path, Net, repeated) == 0
 
 
