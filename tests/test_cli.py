@@ -468,7 +468,7 @@ def test_a_failure_prints_the_command_that_runs_the_fit_again(sparsefl, tmp_path
         "            raise ZeroDivisionError('mine')\n"
     )
     (tmp_path / "fits").write_text("")
-    options = ["--model=fragile.Fragile", "--federation.checkpoint_every_n_rounds=2"]
+    options = ["--model=fragile.Fragile", "--federation.checkpoint_every_n_rounds=2", "--federation.local_engine=fast"]
     code, _, err = sparsefl("fit", "--config", QUICKSTART, *SHORT, *options)
     assert code == 2
     sentence, command = err.splitlines()[-2:]
