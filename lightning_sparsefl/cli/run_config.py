@@ -34,6 +34,10 @@ class _Text:
 
     text: str
 
+    def dump(self, config: Any, **options: Any) -> str:
+        """Return the text; the arguments are those of the parser."""
+        return self.text
+
     def save(self, config: Any, path: str, **options: Any) -> None:
         """Write the text; the arguments are those of the parser."""
         Path(path).write_text(self.text, encoding="utf-8")

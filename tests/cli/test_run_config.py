@@ -1,14 +1,16 @@
 """A checkpoint or a run folder is enough for every subcommand, since the configuration lies beside it."""
 
 import json
+import pickle
 import shutil
 
 import pytest
 import torch
 import yaml
+from lightning.pytorch.cli import LightningArgumentParser
 
 from helpers.command_line import QUICKSTART, SHORT, run_folder
-from lightning_sparsefl.cli.run_config import with_run_config
+from lightning_sparsefl.cli.run_config import SavedConfig, with_run_config
 
 VERBS = {"fit", "test"}
 
@@ -50,6 +52,14 @@ def test_a_checkpoint_is_evaluated_replayed_exported_and_resumed(sparsefl, run, 
     code, _, err = sparsefl("validate", "--ckpt_path", last)
     assert code == 2
     assert "val_fraction" in err
+
+
+def test_the_configuration_can_be_sent_on(tmp_path):
+    parser = LightningArgumentParser()
+    parser.add_argument("--rate", type=float, default=0.5)
+    saved = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(SavedConfig(parser, parser.get_defaults())))))
+    saved.parser.save(saved.config, str(tmp_path / "config.yaml"), overwrite=True)
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"rate": 0.5}
 
 
 def test_the_configuration_is_written_by_a_spawned_process(sparsefl, run, tmp_path):

@@ -9,6 +9,7 @@ evaluated again, one after another, where the metric itself removes or reports t
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torchmetrics import Metric
 from torchmetrics.aggregation import BaseAggregator
 
 
-class ValueCheck:
+class ValueCheck(ABC):
     """Flag of the client that uses a metric object: whether it has given the object a value that a check looks for.
 
     Args:
@@ -49,9 +50,9 @@ class ValueCheck:
         """
         self.flag = self.flag | found.any()
 
+    @abstractmethod
     def replaced(self) -> dict[str, Any]:
         """Return the attributes of the metric object that replace its check."""
-        raise NotImplementedError
 
 
 class _NaNCheck(ValueCheck):

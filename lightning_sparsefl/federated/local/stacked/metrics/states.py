@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
@@ -18,6 +18,7 @@ from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.leaves import layout_of, unwrapped
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 from lightning_sparsefl.federated.local.stacked.metrics.checks import ValueCheck, check_of
+from lightning_sparsefl.sparse.attributes import attributes_replaced
 
 _OF_USES = (
     *("_update_count", "_computed", "_forward_cache", "_cache", "_enable_grad"),
@@ -26,7 +27,6 @@ _OF_USES = (
 """Attributes of metrics, besides the states, that their methods set."""
 _UNGROUPED = {"_enable_compute_groups": False, "_groups": {}, "_groups_checked": False, "_state_is_copy": False}
 """Attributes of a collection of metrics each of which counts for itself, since groups are found by values."""
-_ABSENT = object()
 
 
 class _Slot(NamedTuple):
@@ -105,7 +105,7 @@ class MetricStates:
         """Refuse to use the metric objects within the context, but for that of :meth:`MetricRows.shown`."""
         with ExitStack() as stack:
             for name, metric in self.metrics.items():
-                stack.enter_context(_replaced(vars(metric), hidden(metric, _refusal(name))))
+                stack.enter_context(attributes_replaced(metric, hidden(metric, _refusal(name))))
             yield
 
     @contextmanager
@@ -119,11 +119,11 @@ class MetricStates:
             for metric, own, count in zip(self.metrics.values(), self._lent, counts, strict=True):
                 values = {**own, "_update_count": count, "_defaults": dict(metric._defaults)}
                 states = [name for name in metric._defaults if name in vars(metric)]
-                stack.enter_context(_replaced(vars(metric), values, (*_OF_USES, *states)))
+                stack.enter_context(attributes_replaced(metric, values, (*_OF_USES, *states)))
             for check in self._checks.values():
-                stack.enter_context(_replaced(vars(check), {"_defaults": dict(check._defaults)}, ("flag",)))
+                stack.enter_context(attributes_replaced(check, {"_defaults": dict(check._defaults)}, ("flag",)))
             for collection in self._collections:
-                stack.enter_context(_replaced(vars(collection), _UNGROUPED))
+                stack.enter_context(attributes_replaced(collection, _UNGROUPED))
             yield
 
     def require_usual(self) -> None:
@@ -228,7 +228,7 @@ class MetricRows:
 
     def _count(self, place: int, name: str) -> SharedCount:
         """Return the number of updates of a metric object as the clients see it."""
-        counts = self.updates[place]
+        counts = self._states.counts[place][self._clients]
 
         def note() -> None:
             if len(set(counts)) > 1:
@@ -293,25 +293,6 @@ class MetricRows:
             if state.shape != own.shape or state.dtype is not own.dtype:
                 raise NotStackable("changes the shape or the type of a metric object's state")
             own.copy_(state)
-
-
-@contextmanager
-def _replaced(table: dict[str, Any], values: Mapping[str, Any], others: Iterable[str] = ()) -> Iterator[None]:
-    """Replace attributes of an object within the context, and restore them with others afterwards.
-
-    Args:
-        table: Attributes of the object.
-        values: Attributes within the context.
-        others: Names of attributes that are restored as well.
-    """
-    before = {key: table.get(key, _ABSENT) for key in (*values, *others)}
-    table.update(values)
-    try:
-        yield
-    finally:
-        table.update(before)
-        for key in [key for key, value in before.items() if value is _ABSENT]:
-            del table[key]
 
 
 def _require_sums(metrics: Mapping[str, Metric]) -> None:
