@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lightning_sparsefl.federated.local.fast.steps import StepCaller
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, layout_of, tensors_of
-from lightning_sparsefl.federated.local.stacked.logs import EvaluationLog, Logged, LoggedObject
+from lightning_sparsefl.federated.local.stacked.logs import EvaluationLog
 from lightning_sparsefl.federated.local.stacked.metrics.states import MetricRows
 from lightning_sparsefl.federated.local.stacked.recording.captured import Capture, CapturedOperations
+from lightning_sparsefl.federated.local.stacked.recording.effects import Effects, with_effects
 from lightning_sparsefl.federated.local.stacked.recording.operations import Operations
 from lightning_sparsefl.federated.local.stacked.recording.tracing import restored, trace
 from lightning_sparsefl.sparse.modes import random_restored
@@ -24,12 +25,7 @@ class RecordedEvaluation:
     """A step as a function of the weights, the batch and the states of metric objects, into which it writes."""
 
     operations: Operations | CapturedOperations
-    logged: Sequence[Logged]
-    """Calls of `self.log` with a value."""
-    objects: Sequence[LoggedObject]
-    """Calls of `self.log` with a metric object."""
-    updates: Sequence[int]
-    """Updates of each metric object in the step."""
+    effects: Effects
 
     def captured(self, inputs: Sequence[Tensor], capture: Capture) -> RecordedEvaluation:
         """Return the step with captured operations.
@@ -81,10 +77,7 @@ class EvaluationPass:
             recorded: Recorded step of the same key.
         """
         values = recorded.operations.run(*self.inputs)
-        pairs = zip(recorded.logged, values, strict=True)
-        self.log.pending += [each._replace(value=value) for each, value in pairs]
-        self.log.pending_objects += recorded.objects
-        self.metrics.add_updates(recorded.updates)
+        recorded.effects.repeat(values, self.log, self.metrics)
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -110,15 +103,15 @@ class EvaluationPass:
 
     def record(self) -> RecordedEvaluation | None:
         """Do the step without a trace, and return it as a recorded one; None if it cannot be repeated."""
-        before, read = self.metrics.updates, self.metrics.read_updates
 
         def work(number: Any) -> list[Tensor]:
             self._do(cast(int, number))
             return [each.value for each in self.log.pending]
 
         with self.leaving_no_trace():
-            operations = trace(work, self.inputs, self.part.module)  # type: ignore[arg-type]
-            if operations is None or self.metrics.read_updates != read:
-                return None
-            updates = self.metrics.updates_since(before)
-            return RecordedEvaluation(operations, list(self.log.pending), list(self.log.pending_objects), updates)
+            found = with_effects(
+                lambda: trace(work, self.inputs, self.part.module),  # type: ignore[arg-type]
+                self.log,
+                self.metrics,
+            )
+            return None if found is None else RecordedEvaluation(*found)

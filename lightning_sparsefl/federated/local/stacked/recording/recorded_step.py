@@ -15,8 +15,8 @@ from torch import Tensor
 from lightning_sparsefl.federated.local.fast.direct_calls import run_backward
 from lightning_sparsefl.federated.local.stacked.batch_pass import BatchPass
 from lightning_sparsefl.federated.local.stacked.leaves import layout_of, tensors_of
-from lightning_sparsefl.federated.local.stacked.logs import Logged, LoggedObject
 from lightning_sparsefl.federated.local.stacked.recording.captured import Capture, CapturedOperations
+from lightning_sparsefl.federated.local.stacked.recording.effects import Effects, with_effects
 from lightning_sparsefl.federated.local.stacked.recording.operations import Operations
 from lightning_sparsefl.federated.local.stacked.recording.tracing import restored, trace
 
@@ -30,12 +30,7 @@ class RecordedStep:
     they write, with gradients, logged values and the losses as results."""
     names: Sequence[str]
     """Names of the leaves that get a gradient."""
-    logged: Sequence[Logged]
-    """Calls of `self.log` with a value."""
-    objects: Sequence[LoggedObject]
-    """Calls of `self.log` with a metric object."""
-    updates: Sequence[int]
-    """Updates of each metric object in the step."""
+    effects: Effects
 
     @torch.no_grad()
     def run(self, one: BatchPass) -> None:
@@ -49,10 +44,7 @@ class RecordedStep:
         for name, slope in zip(self.names, values[:count], strict=True):
             one.leaves[name].grad = slope
         one.losses = values[-1]
-        pairs = zip(self.logged, values[count:-1], strict=True)
-        one.log.pending += [each._replace(value=value) for each, value in pairs]
-        one.log.pending_objects += self.objects
-        one.metrics.add_updates(self.updates)
+        self.effects.repeat(values[count:-1], one.log, one.metrics)
 
     def captured(self, inputs: Sequence[Tensor], capture: Capture) -> RecordedStep:
         """Return the step with captured operations.
@@ -125,7 +117,6 @@ class TrainingPass:
         """Do the step without a trace, and return it as a recorded one; None if it cannot be repeated."""
         one, leaves = copy.copy(self._one), dict(self._one.leaves)
         names: list[str] = []
-        before, read = one.metrics.updates, one.metrics.read_updates
 
         def work(number: Any) -> list[Tensor]:
             one.number = cast(int, number)
@@ -135,8 +126,5 @@ class TrainingPass:
             return [*slopes.values(), *(each.value for each in one.log.pending), one.losses]
 
         with self.leaving_no_trace():
-            operations = trace(work, self.inputs, self._module, self._optimizer)
-            if operations is None or one.metrics.read_updates != read:
-                return None
-            updates = one.metrics.updates_since(before)
-            return RecordedStep(operations, names, list(one.log.pending), list(one.log.pending_objects), updates)
+            found = with_effects(lambda: trace(work, self.inputs, self._module, self._optimizer), one.log, one.metrics)
+            return None if found is None else RecordedStep(found[0], names, found[1])

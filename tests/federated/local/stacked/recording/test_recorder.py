@@ -21,6 +21,7 @@ from lightning_sparsefl.data import IID, Dirichlet, FederatedDigits
 from lightning_sparsefl.federated.local.stacked.fit import StackedFit
 from lightning_sparsefl.federated.local.stacked.recording import recorder
 from lightning_sparsefl.federated.local.stacked.recording.captured import CapturedOperations
+from lightning_sparsefl.federated.local.stacked.recording.effects import Effects
 from lightning_sparsefl.federated.local.stacked.recording.operations import Operations
 from lightning_sparsefl.federated.local.stacked.recording.recorded_step import RecordedStep, TrainingPass
 from lightning_sparsefl.federated.local.stacked.recording.tracing import NotRecordable, Unreadable
@@ -373,7 +374,7 @@ def test_a_recording_that_fails_is_dropped(tmp_path, repeated):
                 leaf.grad = torch.ones_like(leaf)
             raise RuntimeError
 
-    failing = Failing(Operations(lambda: (), [], []), [], [], [], [])
+    failing = Failing(Operations(lambda: (), [], []), [], Effects([], [], []))
     with mock.patch.object(TrainingPass, "record", return_value=failing):
         assert compare(tmp_path, Net, repeated) == 0
 
