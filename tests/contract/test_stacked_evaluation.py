@@ -161,9 +161,9 @@ class Reading(Judged):
         self.log("double", 2 * self.trainer.callback_metrics.get("loss", torch.zeros(())))
 
 
-class Branching(Judged):
+class Rounding(Judged):
     def on_validation_epoch_end(self):
-        self.log("good", float(bool(self.accuracy.compute() > 0.5)))
+        self.log("good", float(self.accuracy.compute() > 0.5))
 
 
 def updates(module, logits, targets):
@@ -323,13 +323,24 @@ MODELS = {
     "ended": lambda: Ended(updates),
     "hooked": lambda: Hooked(updates),
     "reads at the end": lambda: Reading(by_tensors),
-    "branches at the end": lambda: Branching(updates),
+    "rounds at the end": lambda: Rounding(updates),
 }
 
 
 @pytest.mark.slow_after_first
 @pytest.mark.parametrize(
-    "model", ["objects", "tensors", "calls", "collections", "averages", "ended", "decides at a value", "MLP"]
+    "model",
+    [
+        "objects",
+        "tensors",
+        "calls",
+        "collections",
+        "averages",
+        "ended",
+        "decides at a value",
+        "keeps all samples",
+        "MLP",
+    ],
 )
 @pytest.mark.parametrize("algorithm", [FedAvg(), FedPer(), Local()], ids=lambda algorithm: type(algorithm).__name__)
 def test_scores_of_clients_with_different_numbers_of_samples(model, algorithm, tmp_path, sizes):
@@ -353,14 +364,13 @@ def test_keys_that_some_clients_do_not_log(tmp_path, sizes):
     ("model", "words"),
     [
         ("reads a number", r"`Judged.validation_step` reads a number out of a tensor"),
-        ("keeps all samples", r"updates the metric object `self.kept`, which keeps all samples"),
         ("keeps at an update", r"keeps a tensor in `self.at_update.best`, which all clients share"),
         ("keeps at a value", r"keeps a tensor in `self.at_compute.best`, which all clients share"),
         ("gives NaN", r"gives the metric object `self.mean` NaN, or labels that are out of range"),
         ("counts", r"changes the number `self.seen`, which all clients share"),
         ("hooked", r"`Hooked` overrides `on_validation_batch_end`, which is written for one client"),
         ("reads at the end", r"`on_validation_epoch_end`, which asks for `trainer.callback_metrics`, of which each"),
-        ("branches at the end", r"is followed by `on_validation_epoch_end`, which branches on the value of a tensor"),
+        ("rounds at the end", r"is followed by `on_validation_epoch_end`, which reads a number out of a tensor"),
     ],
 )
 def test_a_step_that_cannot_be_stacked_is_named_once(model, words, tmp_path, sizes):

@@ -148,6 +148,9 @@ class StackedCallback:
     def start_epoch(self) -> None:
         """Act before the first batch of an epoch."""
 
+    def after_hooks(self) -> None:
+        """Act before a batch or the end of a fit, if hooks of the module have been called, which may write weights."""
+
     def before_batch(self, batch: StackedPass) -> None:
         """Act before a batch.
 

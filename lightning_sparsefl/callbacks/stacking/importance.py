@@ -154,6 +154,10 @@ class StackedImportance(StackedScores):
         self._optimizer = optimizer
         self.zeros.prepare(self, optimizer, chain)
 
+    def after_hooks(self) -> None:
+        """Zero the weights of dropped units, which hooks may have written."""
+        self.zeros.restore()
+
     @torch.no_grad()
     def before_batch(self, batch: StackedPass) -> None:
         """Choose the units: at the start, and after every step if they may change."""

@@ -45,6 +45,10 @@ class StackedMask(StackedCallback):
         """Find out whether weights that are not held stay 0 in a step."""
         self.zeros.prepare(self, optimizer, chain)
 
+    def after_hooks(self) -> None:
+        """Zero the weights that are not held, which hooks may have written."""
+        self.zeros.restore()
+
     def before_batch(self, batch: StackedPass) -> None:
         """Store the state of the weights."""
         self.zeros.before_batch(batch.leaves)
@@ -75,6 +79,7 @@ class StackedFeedback(StackedCallback):
         self.masks = stack_trees([callback.masks for callback in callbacks])
         self.stencils: dict[str, InPlaceMask] = {}
         self.pruned: dict[str, Tensor] = {}
+        self._whole: Leaves = {}
 
     @property
     def makes_masks(self) -> bool:
@@ -88,10 +93,15 @@ class StackedFeedback(StackedCallback):
     @torch.no_grad()
     def start(self, leaves: Leaves) -> None:
         """Prune the weights; nothing is kept of their pruned part, as at the start of a fit."""
-        self.stencils = _stencils(self.masks, leaves)
+        self._whole, self.stencils = leaves, _stencils(self.masks, leaves)
+        self.pruned = {name: torch.zeros_like(leaves[name], requires_grad=False) for name in self.stencils}
+        self.after_hooks()
+
+    @torch.no_grad()
+    def after_hooks(self) -> None:
+        """Zero the weights that are not held, which hooks may have written; what was pruned of them stays."""
         for name, stencil in self.stencils.items():
-            stencil.zero_(leaves[name])
-            self.pruned[name] = torch.zeros_like(leaves[name], requires_grad=False)
+            stencil.zero_(self._whole[name])
 
     @torch.no_grad()
     def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:

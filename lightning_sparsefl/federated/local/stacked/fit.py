@@ -29,6 +29,7 @@ from lightning_sparsefl.federated.local.stacked.batch_pass import BatchPass
 from lightning_sparsefl.federated.local.stacked.hooks import call_hook
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
+from lightning_sparsefl.federated.local.stacked.metrics.functional import functions_for_clients
 from lightning_sparsefl.federated.local.stacked.metrics.states import MetricRows, MetricStates
 from lightning_sparsefl.federated.local.stacked.optimizers import ELEMENTWISE, StackedOptimizer, clip
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader
@@ -154,6 +155,8 @@ class StackedFit:
         self._recorder = None if acts else recorder
         self._parts: dict[tuple[int, int], _Part] = {}
         """Clients that have stepped together, by the first place and the place after the last one."""
+        self._hooked = False
+        """Whether hooks of the module have been called since callbacks have masked last."""
         self._states: ModuleStates | None = None
         """Attributes of the module before the first step, after callbacks and `configure_optimizers`."""
         self._settings: Settings | None = None
@@ -171,6 +174,7 @@ class StackedFit:
             self._hook("on_train_start")
             self._epochs()
             self._hook("on_train_end")
+            self._mask_after_hooks()
             self._require_alike()
         self.trainer._close()
         self.trainer._finish()
@@ -191,6 +195,7 @@ class StackedFit:
             self.reader.start_epoch()
             self._hook("on_train_start")
             self._hook("on_train_epoch_start")
+            self._mask_after_hooks()
             self.loop._ready, self.loop.is_last_batch = 1, True
             low, high, batch = next(self.reader.read(0, self.size, 0))
             if high < self.size:
@@ -324,6 +329,7 @@ class StackedFit:
             for callback, _ in self._callbacks:
                 callback.start_epoch()
             self._hook("on_train_epoch_start")
+            self._mask_after_hooks()
             for numbers, ranges in self.reader.runs(self._phases()):
                 for number in numbers:
                     loop._ready, loop.is_last_batch = number + 1, number + 1 == self._batches
@@ -339,10 +345,23 @@ class StackedFit:
             loop.epochs_completed += 1
 
     def _hook(self, name: str) -> None:
-        """Call a hook of the module for all clients."""
+        """Call a hook of the module for all clients, if the module overrides it."""
+        if name not in self.trainer.hooks.overridden:
+            return
         self.loop.set_steps(self.optimizer.taken)
         with self._for_all():
             call_hook(name, self.trainer.hooks, self.whole, self.log, self._metrics)
+        self._hooked = True
+        if self._recorder is not None:  # since the hook may have changed layers, or their modes
+            assert self._states is not None
+            self._recorder.start(self.whole, self._states)
+
+    def _mask_after_hooks(self) -> None:
+        """Let callbacks mask what hooks of the module have written."""
+        if self._hooked:
+            for callback, _ in self._callbacks:
+                callback.after_hooks()
+        self._hooked = False
 
     def _phases(self) -> list[Hashable]:
         """Return what must agree for clients to step together, besides the sizes of their batches."""
@@ -557,7 +576,7 @@ def stacked_fit(
     """
     trainer = StackTrainer(engine.options, engine.fabric, module, (), (), datamodule, engine.precision, engine.samples)
     seed_all(*requests[0].key, "stack")
-    with restore_trainer_refs(module, ()), trainer.running():
+    with restore_trainer_refs(module, ()), trainer.running(), functions_for_clients():
         fit = StackedFit(trainer, requests, recorder)
         try:
             yield fit

@@ -17,10 +17,10 @@ EVALUATION_HOOKS = frozenset(f"on_{stage}_{time}" for stage in ("validation", "t
 
 
 def call_hook(name: str, hooks: Hooks, whole: StackedModule, log: StackedLog, metrics: MetricStates) -> None:
-    """Call a hook of the module for all clients at once, if the module overrides it.
+    """Call a hook of the module for all clients at once.
 
     Args:
-        name: Name of the hook.
+        name: Name of the hook, which the module overrides.
         hooks: Caller of the hooks.
         whole: Tensors of all clients.
         log: Receiver of what the hook logs.
@@ -29,8 +29,6 @@ def call_hook(name: str, hooks: Hooks, whole: StackedModule, log: StackedLog, me
     Raises:
         NotStackable: If the hook fails for several clients at once.
     """
-    if name not in hooks.overridden:
-        return
 
     def run(batch: None, level: int) -> None:
         log.level = level

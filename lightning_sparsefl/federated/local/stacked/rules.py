@@ -44,6 +44,16 @@ def _rule(*functions: Any) -> Callable[[Rule], Rule]:
     return register
 
 
+def add_rule(function: Callable[..., Any], rule: Rule) -> None:
+    """Add the rule of a function that calls :func:`torch.overrides.handle_torch_function`.
+
+    Args:
+        function: The function.
+        rule: Its rule, which never returns NotImplemented.
+    """
+    _RULES[function] = rule
+
+
 class LayerRules(TorchFunctionMode):
     """Mode that sends the functions of layers to their rules, within a level of ``vmap`` over clients.
 
@@ -539,6 +549,28 @@ def _refusal(clause: str) -> Rule:
 
 _RULES[Tensor.grad.__get__] = _refusal("reads the gradient (`grad`) of a tensor")  # type: ignore[union-attr]
 _RULES[Tensor.is_leaf.__get__] = _refusal("asks whether a tensor is a leaf")  # type: ignore[attr-defined]
+
+
+BRANCHES = (Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero, Tensor.item)
+"""Functions that let code branch on the value of a tensor."""
+
+
+@_rule(*BRANCHES[:3])
+def _truth(rules: LayerRules, input: Any) -> Any:
+    """Return the answer to a question about values if it is the same for all clients, who then take the same branch."""
+    values = rules.open(input)
+    if values is None or values.numel() != len(values):
+        return NotImplemented
+    answers = set(map(bool, values.flatten().tolist()))
+    if len(answers) > 1:
+        raise NotStackable("branches on the value of a tensor, which differs between clients")
+    return answers.pop()
+
+
+@_rule(Tensor.item)
+def _item(rules: LayerRules, input: Any) -> Any:
+    """Return a truth value as a number of Python; see :func:`_truth`."""
+    return _truth(rules, input) if input.dtype is torch.bool else NotImplemented
 
 
 @_rule(Tensor.flatten, torch.flatten)

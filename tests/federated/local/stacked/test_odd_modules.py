@@ -120,7 +120,7 @@ def fit(module, engine, folder, **options):
             accelerator="cpu",
             devices=1,
             max_rounds=2,
-            max_epochs=2,
+            max_epochs=options.pop("max_epochs", 2),
             precision="64-true",
             logger=False,
             quiet=True,
@@ -902,14 +902,38 @@ class ActsBetweenEpochs(Measured):
             self.net[2].bias.mul_(0.9)
 
 
-@alone("is followed by `on_train_epoch_end`, which branches on the value of a tensor")
-class BranchesAfterAnEpoch(Measured):
-    def measure(self, logits, labels, loss, batch_idx):
+@stacked
+class BranchesTogether(Measured):
+    """Asks questions about values that have the same answer for all clients."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        assert not torch.isnan(loss)
+        if torch.isinf(loss).any().item() or not (batch[1] >= 0).all() or loss.is_nonzero() is False:
+            return None
         self.mean.update(loss)
+        return loss
 
     def on_train_epoch_end(self):
-        if self.mean.compute() > 1:
-            self.log("bad", 1.0)
+        if self.mean.compute() > 0:
+            self.log("fine", 1.0)
+
+
+@alone("branches on the value of a tensor, which differs between clients")
+class BranchesOnItsOwn(Plain):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        return loss if batch[1][0] > 1 else 2 * loss
+
+
+@alone("is followed by `on_train_epoch_end`, which branches on the value of a tensor, which differs between clients")
+class BranchesAfterAnEpoch(Measured):
+    def measure(self, logits, labels, loss, batch_idx):
+        self.mean.update((labels > 1).double())
+
+    def on_train_epoch_end(self):
+        if self.mean.compute() > 0.5:
+            self.log("high", 1.0)
 
 
 @alone("is followed by `on_train_epoch_end`, which asks for `trainer.callback_metrics`")
@@ -951,7 +975,7 @@ class LogsNaN(Measured):
         self.log("mean", self.mean, on_step=False, on_epoch=True)
 
 
-@alone("makes tensors whose shape depends on values")
+@stacked
 class LogsLabelsThatDoNotCount(Measured):
     def __init__(self):
         super().__init__()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
@@ -18,6 +18,7 @@ from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.leaves import layout_of, unwrapped
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 from lightning_sparsefl.federated.local.stacked.metrics.checks import ValueCheck, check_of
+from lightning_sparsefl.federated.local.stacked.metrics.single_calls import ListState, MetricUse
 from lightning_sparsefl.sparse.attributes import attributes_replaced
 
 _OF_USES = (
@@ -27,6 +28,23 @@ _OF_USES = (
 """Attributes of metrics, besides the states, that their methods set."""
 _UNGROUPED = {"_enable_compute_groups": False, "_groups": {}, "_groups_checked": False, "_state_is_copy": False}
 """Attributes of a collection of metrics each of which counts for itself, since groups are found by values."""
+
+
+class CountChange(NamedTuple):
+    """What a step does to the number of updates of a metric object."""
+
+    is_reset: bool
+    """Whether the number is set to 0 first."""
+    updates: int
+    """Number of updates that are added."""
+
+    def of(self, count: int) -> int:
+        """Return a number after the step.
+
+        Args:
+            count: The number before it.
+        """
+        return self.updates if self.is_reset else count + self.updates
 
 
 class _Slot(NamedTuple):
@@ -58,7 +76,7 @@ class MetricStates:
         for metric in self.metrics.values():
             table = vars(metric)  # in which `setattr` of a metric puts its states, too, after many questions
             for key, default in metric._defaults.items():
-                # a list is checked when something was appended to it; a wrapper may show the states of another object
+                # a wrapper may show the states of another object
                 if isinstance(default, Tensor) and key in table:
                     states = table[key].expand(size, *table[key].shape).clone()
                     self.slots.append(_Slot(table, key, states, default))
@@ -68,20 +86,30 @@ class MetricStates:
             {name: getattr(metric, name) for name in METHODS} for metric in self.metrics.values()
         ]
         """Attributes of each metric object while clients use it."""
+        self.uses: list[MetricUse] = []
+        """How clients use each metric object."""
         self._checks: dict[str, ValueCheck] = {}
         self._flags: dict[str, Tensor] = {}
         for (name, metric), lent in zip(self.metrics.items(), self._lent, strict=True):
-            check = check_of(metric)
+            check, own = check_of(metric), {**lent, "_defaults": metric._defaults}
             if check is not None:
+                own |= {key: getattr(metric, key) for key in check.replaced()}
                 lent.update(check.replaced())
                 flags = check.flag.expand(size).clone()
                 self.slots.append(_Slot(vars(check), "flag", flags, check.flag))
                 self._checks[name], self._flags[name] = check, flags
+            lists = [
+                ListState(key, [list(vars(metric)[key]) for _ in range(size)])
+                for key, default in metric._defaults.items()
+                if isinstance(default, list) and key in vars(metric)
+            ]
+            self.uses.append(MetricUse(metric, lent, own, lists))
         self._collections = [child for child in module.modules() if isinstance(child, MetricCollection)]
         self.read = {
             place for place, metric in enumerate(self.metrics.values()) if dim_zero_mean in metric._reductions.values()
         }
         """Places of the metric objects whose number of updates is read, as `forward` does to average a state."""
+        self.lists = [each.rows for use in self.uses for each in use.lists]
 
     def part(self, low: int, high: int) -> MetricRows:
         """Return the states of the clients from `low` to before `high`, which are views of these.
@@ -145,7 +173,7 @@ class MetricStates:
         try:
             with functorch.vmap_level(self.size) as level, self.part(0, self.size).shown(level):
                 value = unwrapped(metric.compute(), level, self.size)
-        except (RuntimeError, NotStackable):  # of `torch.func`, or of the user's code, which then raises it again
+        except Exception:  # of `torch.func`, or of the user's code, which then raises it again
             return [self._value(metric, place) if has else math.nan for place, has in enumerate(logged)]
         _require_one_number(metric, value.ndim - 1)
         found: list[float] = value.tolist()
@@ -167,14 +195,16 @@ class MetricStates:
         """
         others = [place for place, has in enumerate(logged) if not has]
         every = self.part(0, self.size)
-        states, counts = [tensor[others] for tensor in every.tensors], every.updates
+        states, counts, lists = [tensor[others] for tensor in every.tensors], every.updates, every.lists
         with functorch.vmap_level(self.size) as level, every.shown(level):
             metric.reset()
         for tensor, own in zip(every.tensors, states, strict=True):
             tensor[others] = own
-        for now, before in zip(self.counts, counts, strict=True):
-            for place in others:
-                now[place] = before[place]
+        for place in others:
+            for count, before in zip(self.counts, counts, strict=True):
+                count[place] = before[place]
+            for samples, kept in zip(self.lists, lists, strict=True):
+                samples[place] = kept[place]
 
 
 class MetricRows:
@@ -188,6 +218,8 @@ class MetricRows:
 
     def __init__(self, states: MetricStates, low: int, high: int) -> None:
         self._states, self._clients = states, slice(low, high)
+        self.changes: Sequence[CountChange] = ()
+        """What the last step has done to the number of updates of each metric object."""
 
     @cached_property
     def tensors(self) -> list[Tensor]:
@@ -204,6 +236,16 @@ class MetricRows:
         return (self._layout, self.read_updates)
 
     @property
+    def lists(self) -> list[list[list[Any]]]:
+        """Lists of samples of each of the clients, for each list of a metric object."""
+        return [[list(samples) for samples in rows[self._clients]] for rows in self._states.lists]
+
+    @property
+    def calls_singly(self) -> bool:
+        """Whether methods of metric objects are called for one client after another, which no recording can repeat."""
+        return any(use.single for use in self._states.uses)
+
+    @property
     def updates(self) -> list[list[int]]:
         """Number of updates of each metric object by each of the clients."""
         return [counts[self._clients] for counts in self._states.counts]
@@ -212,14 +254,6 @@ class MetricRows:
     def updates(self, found: Sequence[Sequence[int]]) -> None:
         for counts, own in zip(self._states.counts, found, strict=True):
             counts[self._clients] = own
-
-    def updates_since(self, before: Sequence[Sequence[int]]) -> list[int]:
-        """Return how many updates a step has made of each metric object; negative where it has reset it.
-
-        Args:
-            before: The numbers of updates before the step.
-        """
-        return [max(now, default=0) - max(then, default=0) for now, then in zip(self.updates, before, strict=True)]
 
     @property
     def read_updates(self) -> tuple[int, ...]:
@@ -237,25 +271,26 @@ class MetricRows:
 
         return SharedCount(max(counts), note, all(counts) or not any(counts))
 
-    def add_updates(self, numbers: Sequence[int]) -> None:
-        """Count updates by each of the clients.
+    def count(self, changes: Sequence[CountChange]) -> None:
+        """Count the updates of a step by each of the clients.
 
         Args:
-            numbers: Number of updates of each metric object; negative where it has been reset.
+            changes: What the step does to the number of each metric object.
         """
-        pairs = zip(self.updates, numbers, strict=True)
-        self.updates = [[max(0, count + number) for count in counts] for counts, number in pairs]
+        self.updates = [list(map(change.of, counts)) for counts, change in zip(self.updates, changes, strict=True)]
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Restore the states, and the numbers of updates, when the context ends."""
-        before, updates = [tensor.clone() for tensor in self.tensors], self.updates
+        before, updates, lists = [tensor.clone() for tensor in self.tensors], self.updates, self.lists
         try:
             yield
         finally:
             for tensor, value in zip(self.tensors, before, strict=True):
                 tensor.copy_(value)
             self.updates = updates
+            for rows, kept in zip(self._states.lists, lists, strict=True):
+                rows[self._clients] = kept
 
     @contextmanager
     def shown(self, level: int) -> Iterator[None]:
@@ -263,9 +298,6 @@ class MetricRows:
 
         Args:
             level: Number of the level of ``vmap``; 0 outside of one, for a single client.
-
-        Raises:
-            NotStackable: If a metric object has kept samples in a list.
         """
         metrics = self._states.metrics
         counts = [self._count(place, name) for place, name in enumerate(metrics)]
@@ -276,13 +308,23 @@ class MetricRows:
                 if level:  # so that `update` may add in place to what a reset gives
                     default = slot.default.expand(len(own), *slot.default.shape)
                     slot.table["_defaults"][slot.key] = functorch.wrap(default, 0, level)
+            self._show_lists(level)
             yield
             with torch.no_grad():
                 self._write_back(given, level)
-            now: list[Any] = [metric._update_count for metric in metrics.values()]
-            values = (each.value if isinstance(each, SharedCount) else each for each in now)
-            self.add_updates([value - count.value for value, count in zip(values, counts, strict=True)])
-            _require_sums(metrics)
+            self.changes = [
+                _change_of(each._update_count, count) for each, count in zip(metrics.values(), counts, strict=True)
+            ]
+            self.count(self.changes)
+
+    def _show_lists(self, level: int) -> None:
+        """Give the metric objects the client's lists of samples, or the methods of several clients."""
+        low = self._clients.start
+        for use, counts in zip(self._states.uses, self.updates, strict=True):
+            if level:
+                vars(use.metric).update(use.methods(low, counts, level))
+            else:
+                vars(use.metric).update({each.key: each.rows[low] for each in use.lists})
 
     def _write_back(self, given: Sequence[Tensor], level: int) -> None:
         """Write the states back that the metric objects have replaced; others have been written in place, if at all."""
@@ -293,14 +335,15 @@ class MetricRows:
             if state.shape != own.shape or state.dtype is not own.dtype:
                 raise NotStackable("changes the shape or the type of a metric object's state")
             own.copy_(state)
+        if not level:
+            for use in self._states.uses:
+                for each in use.lists:
+                    each.rows[self._clients.start] = vars(use.metric)[each.key]
 
 
-def _require_sums(metrics: Mapping[str, Metric]) -> None:
-    """Raise :class:`NotStackable` if a metric object has kept samples in a list."""
-    for name, metric in metrics.items():
-        for key, default in metric._defaults.items():
-            if isinstance(default, list) and getattr(metric, key):
-                raise NotStackable(f"updates the metric object `self.{name}`, which keeps all samples")
+def _change_of(now: Any, before: SharedCount) -> CountChange:
+    """Return what has been done to a number of updates, which a reset replaces by a plain number."""
+    return CountChange(False, now.value - before.value) if isinstance(now, SharedCount) else CountChange(True, now)
 
 
 def _require_one_number(metric: Metric, dimensions: int) -> None:

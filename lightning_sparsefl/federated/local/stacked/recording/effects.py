@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_sparsefl.federated.local.stacked.logs import Logged, LoggedObject, StackedLog
-from lightning_sparsefl.federated.local.stacked.metrics.states import MetricRows
+from lightning_sparsefl.federated.local.stacked.metrics.states import CountChange, MetricRows
 from lightning_sparsefl.federated.local.stacked.recording.operations import Operations
 
 
@@ -20,8 +20,8 @@ class Effects:
     """Calls with a value."""
     objects: Sequence[LoggedObject]
     """Calls with a metric object."""
-    updates: Sequence[int]
-    """Number of updates of each metric object."""
+    changes: Sequence[CountChange]
+    """What happens to the number of updates of each metric object."""
 
     def repeat(self, values: Sequence[Tensor], log: StackedLog, metrics: MetricRows) -> None:
         """Do the same in another step.
@@ -33,7 +33,7 @@ class Effects:
         """
         log.pending += [each._replace(value=value) for each, value in zip(self.logged, values, strict=True)]
         log.pending_objects += self.objects
-        metrics.add_updates(self.updates)
+        metrics.count(self.changes)
 
 
 def with_effects(
@@ -46,8 +46,8 @@ def with_effects(
         log: Receiver of what the step logs.
         metrics: States of the metric objects.
     """
-    updates, read = metrics.updates, metrics.read_updates
+    read = metrics.read_updates
     operations = record()
-    if operations is None or metrics.read_updates != read:  # it has been found to depend on further numbers
+    if operations is None or metrics.calls_singly or metrics.read_updates != read:  # or depends on further numbers
         return None
-    return operations, Effects(list(log.pending), list(log.pending_objects), metrics.updates_since(updates))
+    return operations, Effects(list(log.pending), list(log.pending_objects), metrics.changes)

@@ -80,6 +80,8 @@ class OperationRecorder(TorchDispatchMode):
         """Default type of floats in the first operation, as a quotient of integers has it."""
         self._graph, self._constants = fx.Graph(), nn.Module()
         self._nodes: dict[int, fx.Node] = {}
+        self._lifted: set[int] = set()
+        """Identities of tensors that were made from numbers."""
         self._kept: list[Tensor] = []
         """Tensors with a node, which are kept so that no other one gets the identity of theirs."""
         for number, tensor in enumerate(inputs):
@@ -118,7 +120,11 @@ class OperationRecorder(TorchDispatchMode):
         if not all(isinstance(each, Tensor) or each is None for each in results):
             self.reason = f"reads numbers out of tensors (`{func}`)"
             return
+        if self._has_shape_of_values(func, args):
+            self.reason = f"makes tensors whose shape depends on values (`{func}`)"
+            return
         if func in _LIFTS:  # later operations may change the tensor, so that each repetition gets a copy of it
+            self._lifted.add(id(result))
             func, args = torch.ops.aten.clone.default, (args[0].clone(),)
         if func.is_view and isinstance(result, Tensor) and _is_alias(result, args[0]):
             self._bind(result, self._node(args[0]))
@@ -154,6 +160,15 @@ class OperationRecorder(TorchDispatchMode):
                 places[_storage(tensors[source])] += 1
                 copied.replace_all_uses_with(source)
                 self._graph.erase_node(copied)
+
+    def _has_shape_of_values(self, func: OpOverload, args: Sequence[Any]) -> bool:
+        """Return whether the shape of a result depends on values; a program may then depend on them by the shape."""
+        if func is torch.ops.aten.index.Tensor:
+            masks = [each for each in args[1] if each is not None and each.dtype in (torch.bool, torch.uint8)]
+            return any(id(mask) not in self._lifted or _storage(mask) in self._written for mask in masks)
+        if func is torch.ops.aten.bincount.default and len(args) == 3 and args[2] > 0:
+            return False  # unless a value is out of range
+        return torch.Tag.dynamic_output_shape in func.tags
 
     def _argument(self, value: Any) -> Any:
         """Return an argument with the nodes of its tensors."""

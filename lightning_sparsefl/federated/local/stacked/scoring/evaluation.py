@@ -23,6 +23,7 @@ from lightning_sparsefl.federated.local.stacked.fit import StackTrainer
 from lightning_sparsefl.federated.local.stacked.hooks import call_hook
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
 from lightning_sparsefl.federated.local.stacked.logs import EvaluationLog
+from lightning_sparsefl.federated.local.stacked.metrics.functional import functions_for_clients
 from lightning_sparsefl.federated.local.stacked.metrics.states import MetricStates
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader, reading_key
 from lightning_sparsefl.federated.local.stacked.recording.recorded_evaluation import EvaluationPass
@@ -142,12 +143,12 @@ class StackedEvaluation:
         step = StepCaller(trainer.hooks, self.module, f"{name}_step", trainer.precision_plugin)
         with self.log.receiving(self.module), modes_restored(self.module), trainer.for_all():
             trainer.hooks.call_module(f"on_{name}_model_eval")
-            if self._recorder is not None:
-                self._recorder.start(self.whole, self.kept, name)
             if self._reader is not None:
                 self._reader.start_epoch()
             self._hook(f"on_{name}_start")
             self._hook(f"on_{name}_epoch_start")
+            if self._recorder is not None:
+                self._recorder.start(self.whole, self.kept, name)
             for number in range(max(self._batches)):
                 for low, high, batch in self._read(number):
                     self._batch(step, low, high, batch, number)
@@ -167,8 +168,9 @@ class StackedEvaluation:
         isolate_metrics(self.module)
 
     def _hook(self, name: str) -> None:
-        """Call a hook of the module for all clients."""
-        call_hook(name, self.trainer.hooks, self.whole, self.log, self.metrics)
+        """Call a hook of the module for all clients, if the module overrides it."""
+        if name in self.trainer.hooks.overridden:
+            call_hook(name, self.trainer.hooks, self.whole, self.log, self.metrics)
 
     def _ranges(self, number: int) -> Iterator[tuple[int, int]]:
         """Iterate over ranges of clients, from the first one to before the last one, whose batches have equal sizes."""
@@ -233,7 +235,7 @@ def evaluate_stack(
         recorder: Recorder of the module's evaluations; None = each batch calls the module's step.
     """
     trainer = StackTrainer(engine.options, engine.fabric, module, (), (), datamodule, samples=engine.samples)
-    with restore_trainer_refs(module, ()), trainer.running():
+    with restore_trainer_refs(module, ()), trainer.running(), functions_for_clients():
         evaluation = StackedEvaluation(trainer, requests, recorder)
         try:
             evaluation.run()

@@ -142,13 +142,23 @@ def test_statistics_are_written_even_if_nothing_else_is_used():
         (lambda x: (x * float(x.sum()),), "reads numbers"),
         (lambda x: (x * 2 if x.sum() > 0 else x,), "reads numbers"),
         (lambda x: (x + torch.rand(3, generator=torch.Generator()),), "generator"),
+        (lambda x: (x / len(torch.unique(x)),), "shape depends on values"),
+        (lambda x: (x / len(x[x > 0]),), "shape depends on values"),
+        (lambda x: (x / len(torch.bincount(x.long())),), "shape depends on values"),
     ],
-    ids=["number", "branch", "generator"],
+    ids=["number", "branch", "generator", "different values", "chosen values", "counts"],
 )
 def test_what_cannot_be_repeated_has_a_reason(function, reason):
     with OperationRecorder([torch.ones(3)]) as recorder:
         function(torch.ones(3))
     assert reason in recorder.reason
+
+
+def test_a_table_of_counts_and_a_choice_by_numbers_have_a_fixed_shape():
+    with OperationRecorder([ONES]) as recorder:
+        torch.bincount(ONES.long(), minlength=4)
+        ONES[torch.tensor([0, 2])]
+    assert recorder.reason is None
 
 
 X, Y = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)), torch.arange(24.0).view(2, 3, 4)

@@ -1,0 +1,89 @@
+"""Functions of torchmetrics that depend on values, in a form for several clients.
+
+Classification metrics check their labels, and look at their predictions to find out whether they are logits. Metric
+objects and the functions in ``torchmetrics.functional`` do so by the same functions, which are replaced here.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function
+from torch.utils._pytree import tree_map
+
+from lightning_sparsefl.federated.local.stacked import functorch
+from lightning_sparsefl.federated.local.stacked.rules import LayerRules, Rule, add_rule
+from lightning_sparsefl.sparse.attributes import attributes_replaced
+
+_PACKAGE = "torchmetrics.functional.classification."
+_NORMALIZATION = "normalize_logits_if_needed"
+_VALIDATION = "_tensor_validation"
+"""End of the names of functions that raise where labels or shapes are wrong."""
+
+
+@contextmanager
+def functions_for_clients() -> Iterator[None]:
+    """Let functions of torchmetrics accept tensors of several clients within the context."""
+    with ExitStack() as stack:
+        for module, functions in _replaced():
+            stack.enter_context(attributes_replaced(module, functions))
+        yield
+
+
+@functools.cache
+def _replaced() -> list[tuple[ModuleType, dict[str, Any]]]:
+    """Return the modules that use such functions, with what replaces each of them by its name."""
+    found = []
+    for module in [module for name, module in sys.modules.items() if name.startswith(_PACKAGE)]:
+        names = [name for name in vars(module) if name == _NORMALIZATION or name.endswith(_VALIDATION)]
+        if names:
+            found.append((module, {name: _for_clients(vars(module)[name]) for name in names}))
+    return found
+
+
+@functools.cache
+def _for_clients(function: FunctionType) -> Callable[..., Any]:
+    """Return a function that sends tensors of several clients to a rule, and others to the function."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if any(map(functorch.is_batched, (*args, *kwargs.values()))):
+            return handle_torch_function(called, args, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    add_rule(called, _normalized if function.__name__ == _NORMALIZATION else _for_each(function))
+    return called
+
+
+def _normalized(rules: LayerRules, tensor: Any, normalization: str | None) -> Any:
+    """Return probabilities for each client: logits are normalized, which are recognized by numbers beyond 0 and 1."""
+    given = rules.every(tensor)
+    assert given is not None
+    if normalization is None:
+        return tensor
+    numbers = given.flatten(1)
+    if given.device.type == "cpu":  # as torchmetrics, which differs between devices where a number is NaN
+        are_logits = ~((numbers >= 0) & (numbers <= 1)).all(1)
+    else:
+        are_logits = ((numbers < 0) | (numbers > 1)).any(1)
+    normalized = given.sigmoid() if normalization == "sigmoid" else given.softmax(2)
+    return rules.close(torch.where(are_logits.view(-1, *[1] * (given.dim() - 1)), normalized, given))
+
+
+def _for_each(function: Callable[..., None]) -> Rule:
+    """Return a rule that calls a function for each client."""
+
+    def rule(rules: LayerRules, *args: Any, **kwargs: Any) -> None:
+        given = tree_map(lambda value: rules.every(value) if isinstance(value, Tensor) else value, (args, kwargs))
+        for place in range(rules.size):
+            own, named = tree_map(lambda value, at=place: value[at] if isinstance(value, Tensor) else value, given)
+            function(*own, **named)
+
+    return rule
