@@ -49,7 +49,7 @@ def add_rule(function: Callable[..., Any], rule: Rule) -> None:
 
     Args:
         function: The function.
-        rule: Its rule, which never returns NotImplemented.
+        rule: Rule of the function, which never returns NotImplemented.
     """
     _RULES[function] = rule
 

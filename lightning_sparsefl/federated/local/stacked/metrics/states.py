@@ -275,7 +275,7 @@ class MetricRows:
         """Count the updates of a step by each of the clients.
 
         Args:
-            changes: What the step does to the number of each metric object.
+            changes: Change of the number of each metric object.
         """
         self.updates = [list(map(change.of, counts)) for counts, change in zip(self.updates, changes, strict=True)]
 
