@@ -15,6 +15,7 @@
     |-- MissingAttribute     (also AttributeError)     an attribute that a round-level trainer does not have
     |-- RankFailed           (also RuntimeError)       another process failed
     |-- RanksDisagree        (also RuntimeError)       the server states of the ranks differ; has `parts`, `round`
+    |-- EvaluationFailed     (also RuntimeError)       the evaluation of the global model failed
     `-- ClientFailed         (also RuntimeError)       the local work of a client failed; has `client`, `round`, `rank`
 
 Every message states the value, what was expected and the option to change. The command line prints the message
@@ -308,6 +309,10 @@ class MissingAttribute(SparseFLError, AttributeError):
 
 class RankFailed(SparseFLError, RuntimeError):
     """Failure of another process that this process would otherwise wait for."""
+
+
+class EvaluationFailed(SparseFLError, RuntimeError):
+    """Failure of the evaluation of the global model; the cause is the error of the user's code."""
 
 
 class RanksDisagree(SparseFLError, RuntimeError):

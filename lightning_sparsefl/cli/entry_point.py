@@ -25,7 +25,7 @@ from lightning_sparsefl.cli.conventions import (
 )
 from lightning_sparsefl.cli.plain_parser import program_parser
 from lightning_sparsefl.cli.run_commands import run_command
-from lightning_sparsefl.errors import ClientFailed, SparseFLError
+from lightning_sparsefl.errors import ClientFailed, EvaluationFailed, SparseFLError
 from lightning_sparsefl.report import silenced
 
 _PARENT = os.getppid()
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         sys.path.append(str(Path.cwd()))  # for `--model my_models.Net` with a file of the user; it replaces no package
         _run(sys.argv[1:])
-    except ClientFailed as error:
+    except (ClientFailed, EvaluationFailed) as error:
         if error.__cause__ is not None:  # the code of the user failed, so show where
             traceback.print_exception(_from_the_users_code(error.__cause__))
         return _report(error)

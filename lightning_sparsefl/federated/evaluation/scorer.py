@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import EvaluationFailed, InvalidOption, SparseFLError
 from lightning_sparsefl.federated.evaluation.scores import Scores
+from lightning_sparsefl.federated.exchange.failures import failure_reason
 from lightning_sparsefl.federated.exchange.orders import SCORING_STEPS, Split, Task
 from lightning_sparsefl.federated.local.fast.batch_scores import PartScore, join_scores
 from lightning_sparsefl.federated.local.fast.divisible import Indivisible
@@ -183,7 +185,8 @@ class Scorer:
             return Outcome(_POOLED, scores={split: dict(score_global(state, self.worker, split, server.seed))})
 
         def part(number: int, count: int) -> PartScore:
-            return self.worker.score_part(*_global_scoring(state, self.worker, split, server.seed), (number, count))
+            with _naming_the_global_model(self.worker.module, split):
+                return self.worker.score_part(*_global_scoring(state, self.worker, split, server.seed), (number, count))
 
         scored = evaluated_clients(server.seed, server.training_clients, self.federation.eval_clients)
         load = float(sum(server.about.of(client, 0).num_examples for client in scored))
@@ -207,8 +210,27 @@ def score_global(server: ServerState, worker: ClientWorker, split: Split, seed: 
         worker: Worker with the module and the data.
         split: Split to score.
         seed: Random seed of the run.
+
+    Raises:
+        EvaluationFailed: If the user's code fails.
     """
-    return worker.score(*_global_scoring(server, worker, split, seed))
+    with _naming_the_global_model(worker.module, split):
+        return worker.score(*_global_scoring(server, worker, split, seed))
+
+
+@contextmanager
+def _naming_the_global_model(module: Any, split: Split) -> Iterator[None]:
+    """Raise :class:`EvaluationFailed` in the place of an error of the user's code."""
+    try:
+        yield
+    except (SparseFLError, Indivisible):
+        raise
+    except Exception as error:
+        step, reason = f"{type(module).__name__}.{SCORING_STEPS[split]}", failure_reason(error).removesuffix(".")
+        raise EvaluationFailed(
+            f"The evaluation of the global model on the {split} data failed: {reason}; correct `{step}`, the hooks of "
+            "the evaluation or the data."
+        ) from error
 
 
 def _global_scoring(

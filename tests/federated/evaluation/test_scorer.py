@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
+from helpers.device import on_several_ranks
 from lightning_sparsefl import (
     FedAvg,
     FedBABU,
@@ -21,7 +22,7 @@ from lightning_sparsefl import (
     Local,
 )
 from lightning_sparsefl.data import FederatedBlobs
-from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.errors import EvaluationFailed, InvalidOption
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.evaluation.scorer import Scorer
 from lightning_sparsefl.federated.evaluation.scores import Scores
@@ -142,6 +143,21 @@ def test_the_smallest_spread_over_clients_is_selected(fit):
     _, summary = fit(federation={"select": "personal/val_acc_std", "finetune_epochs": 1}, max_rounds=4)
     spreads = [float(row["personal/val_acc_std"]) for row in rows(folder / "metrics.csv")]
     assert summary["selected/round"] == spreads.index(min(spreads)) + 1 != spreads.index(max(spreads)) + 1
+
+
+class FailsInTests(MLP):
+    def test_step(self, batch, batch_idx):
+        raise KeyError("boxes")
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=on_several_ranks)])
+def test_an_error_in_the_evaluation_of_the_global_model_is_named(ranks, fit, tmp_path):
+    model = FailsInTests(num_classes=4, sample_shape=(1, 1, 8))
+    several = {"strategy": "client_parallel_fork"} if ranks > 1 else {}
+    words = "of the global model on the test data failed: KeyError: 'boxes'; correct `FailsInTests.test_step`"
+    with pytest.raises(EvaluationFailed, match=re.escape(words)) as raised:
+        fit(model=model, data={"eval_split": "test"}, devices=ranks, **several)
+    assert ranks > 1 or isinstance(raised.value.__cause__, KeyError)
 
 
 class StopsEarly(Callback):
