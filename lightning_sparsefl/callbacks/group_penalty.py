@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_sparsefl.callbacks.clock import StepClock
 from lightning_sparsefl.callbacks.example_input import example_inputs, for_module
 from lightning_sparsefl.callbacks.feedback import ErrorFeedback
-from lightning_sparsefl.callbacks.layers import choose, require_dense_gradients, stepped_by
+from lightning_sparsefl.callbacks.layers import choose, require_dense_gradients, require_penalizable, stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.callbacks.options import check_arguments, require
 from lightning_sparsefl.callbacks.reported_steps import ReportedCallback
@@ -113,7 +113,7 @@ class GroupPenalty(ReportedCallback):
         super().on_fit_start(trainer, pl_module)
         parameters = dict(pl_module.named_parameters())
         if self.groups == "layers":
-            chosen = choose(pl_module, self.layers, "GroupPenalty")
+            chosen = self.choose(pl_module)
         elif self.groups == "scales":
             chosen = scales_of(pl_module)
         else:
@@ -122,6 +122,19 @@ class GroupPenalty(ReportedCallback):
         require_dense_gradients(pl_module, chosen, "GroupPenalty")
         self._by_name = {name: parameters[name] for name in chosen}
         self._weights = list(self._by_name.values())
+
+    def choose(self, module: nn.Module) -> tuple[str, ...]:
+        """Return the names of the penalized layers.
+
+        Args:
+            module: Module of the user.
+
+        Raises:
+            InvalidOption: If a parametrization computes one of their weights.
+        """
+        chosen = choose(module, self.layers, "GroupPenalty")
+        require_penalizable(module, chosen, "GroupPenalty")
+        return chosen
 
     def find(self, module: Any, parameters: Mapping[str, Tensor]) -> Sequence[UnitGroup]:
         """Return the groups of units of a module.

@@ -6,7 +6,7 @@ import glob
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.density import listed, maskable
-from lightning_sparsefl.sparse.parametrized import changes_zeros, weight_of
+from lightning_sparsefl.sparse.parametrized import changes_zeros, parametrization_of, weight_of
 
 _TYPE = "type:"
 _COMPILED = "_orig_mod"
@@ -143,16 +143,46 @@ def require_maskable(module: nn.Module, names: Collection[str], owner: str, by_l
 remove the parametrization before training.
     """
     for name in names:
-        holder, tensor = weight_of(module, name)
         kind = changes_zeros(module, name)
         if kind is not None:
-            weight = f"{holder}.{tensor}".lstrip(".")
-            pattern = f"!{weight.rpartition('.')[0] or weight}.*"
-            remedy = f"take the layer away with '{pattern}' in `layers`, or " if by_layers else ""
-            raise InvalidOption(
-                f"`{owner}` cannot mask `{weight}`, which the parametrization `{kind}` computes from `{name}`; "
-                f"{remedy}remove the parametrization before training."
-            )
+            _refuse_parametrized(module, name, kind, f"`{owner}` cannot mask", by_layers)
+
+
+def require_penalizable(module: nn.Module, names: Collection[str], owner: str, by_layers: bool = True) -> None:
+    """Refuse parameters from which a parametrization computes a weight, since a penalty would be on other numbers.
+
+    Args:
+        module: Module that is penalized.
+        names: Names of its parameters that are penalized.
+        owner: Class of the callback, for the error message.
+        by_layers: Whether the owner has the option `layers`.
+
+    Raises:
+        InvalidOption: Naming the first of the parameters.
+
+    Example:
+        >>> net = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)))
+        >>> require_penalizable(net, ["0.parametrizations.weight.original"], "BudgetAwareExtrusion", by_layers=False)
+        Traceback (most recent call last):
+        lightning_sparsefl.errors.InvalidOption: `BudgetAwareExtrusion` cannot penalize `0.weight`, which the \
+parametrization `_SpectralNorm` computes from `0.parametrizations.weight.original`; remove the parametrization before \
+training.
+    """
+    for name in names:
+        kind = parametrization_of(module, name)
+        if kind is not None:
+            _refuse_parametrized(module, name, kind, f"`{owner}` cannot penalize", by_layers)
+
+
+def _refuse_parametrized(module: nn.Module, name: str, kind: str, clause: str, by_layers: bool) -> NoReturn:
+    holder, tensor = weight_of(module, name)
+    weight = f"{holder}.{tensor}".lstrip(".")
+    pattern = f"!{weight.rpartition('.')[0] or weight}.*"
+    remedy = f"take the layer away with '{pattern}' in `layers`, or " if by_layers else ""
+    raise InvalidOption(
+        f"{clause} `{weight}`, which the parametrization `{kind}` computes from `{name}`; "
+        f"{remedy}remove the parametrization before training."
+    )
 
 
 def _layers(module: nn.Module, owner: str) -> dict[str, _Layer]:
@@ -214,8 +244,8 @@ def _by_default(found: Mapping[str, _Layer], taken: Collection[str], owner: str)
         )
     if others:
         _messages.info(
-            f"`{owner}` leaves {listed(others)} as they are, which are not weights of linear, convolutional, "
-            "recurrent, attention or embedding layers; name them in `layers` to include them."
+            f"`{owner}` leaves {listed(others)} unchanged: no weights of linear, convolutional, recurrent, attention "
+            "or embedding layers; name them in `layers` to include them."
         )
     return chosen
 

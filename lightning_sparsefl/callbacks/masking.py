@@ -55,7 +55,7 @@ class MaskingCallback(MaskOwner):
         masks: Bool tensors by name to start from, which determine the layers; None = `first_masks`.
     """
 
-    _of_a_fit = (*MaskOwner._of_a_fit, "_stencils", "_copies", "_guards", "_waiting", "_versions", "_starts")
+    _of_a_fit = (*MaskOwner._of_a_fit, "_stencils", "_copies", "_guards", "_waiting", "_versions", "_starts", "_fresh")
 
     def _unhook(self) -> None:
         """Set the attributes of a fit to their values outside of one."""
@@ -65,7 +65,7 @@ class MaskingCallback(MaskOwner):
         self._guards: list[StepGuard] = []
         self._waiting: list[Any] = []
         self._versions: dict[str, int] = {}
-        self._still = self._prepared = self._followed = False
+        self._still = self._prepared = self._followed = self._fresh = False
         self._starts: Weights | None = None
 
     def first_weights(self, weights: Weights) -> None:
@@ -114,7 +114,7 @@ class MaskingCallback(MaskOwner):
         self._rename(parameters)
         if fresh:
             self.masks = dict(self.first_masks({name: parameters[name] for name in self.claims(module)}))
-            self._made, self._drawn_by = True, self.draw_options()
+            self._made, self._drawn_by, self._fresh = True, self.draw_options(), True
             if not any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks):  # which thaw weights
                 self.warn_of_frozen(parameters)
         check(self.masks, parameters)
@@ -140,6 +140,17 @@ class MaskingCallback(MaskOwner):
                 f"`{type(self).__name__}` masks frozen weights, which cannot adapt (`requires_grad=False`): "
                 f"{frozen[0]!r}{more}; leave them dense with a pattern such as `layers=['!{frozen[0]}']`, or choose "
                 "them in `layers`."
+            )
+
+    def _warn_of_unstepped(self, optimizers: Iterable[Any]) -> None:
+        """Warn of new masks of weights that no optimizer steps, such as those of a copy of the network, by default."""
+        stepped = set().union(*map(stepped_by, optimizers))
+        names = [name for name, weight in self._weights.items() if weight.requires_grad and id(weight) not in stepped]
+        if self.layers is None and self._fresh and names:
+            more = f" and {len(names) - 1} more" if names[1:] else ""
+            warning_cache.warn(
+                f"`{type(self).__name__}` masks weights that no optimizer steps, by masks of their own: {names[0]!r}"
+                f"{more}; leave them dense with a pattern such as `layers=['!{names[0]}']`, or choose them in `layers`."
             )
 
     def adopt(self, masks: Masks) -> None:
@@ -213,6 +224,7 @@ class MaskingCallback(MaskOwner):
 
     def _guard(self, trainer: Any) -> None:
         """Register for calls around all optimizer steps."""
+        self._warn_of_unstepped(trainer.optimizers)
         self._started, self._waiting = True, list(trainer.optimizers)
         self._guards = [StepGuard(optimizer, self) for optimizer in trainer.optimizers]
 

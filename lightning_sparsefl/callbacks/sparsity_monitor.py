@@ -18,6 +18,7 @@ from lightning_sparsefl.callbacks.numbered import NumberedCallback
 from lightning_sparsefl.callbacks.options import check_arguments, require
 from lightning_sparsefl.cost import count_layers, forward_flops
 from lightning_sparsefl.sparse.masks import changed, counts
+from lightning_sparsefl.sparse.parametrized import computed_weight
 from lightning_sparsefl.types import LayerFlops, Masks
 
 _messages = WarningCache()
@@ -29,6 +30,9 @@ _DENSITY, _LAYER = "density/all", "density/layer/"
 
 class SparsityMonitor(NumberedCallback):
     """Logs densities at the end of epochs, counted in weights that are not zero, for whatever reason.
+
+    Where a layer computes its weight from a parameter, as with a parametrization or with Lightning's `ModelPruning`,
+    the computed weight is counted, under the name of the parameter.
 
     The keys are ``density/all`` (of all layers together), ``density/layer/<name>`` (of one), and
     ``mask/changed``: the fraction of positions that became zero, or ceased to be, since the last time, first since
@@ -96,8 +100,8 @@ class SparsityMonitor(NumberedCallback):
             _work[pl_module] = key, _counted(pl_module, sample, reason)
 
     def _nonzero(self, module: LightningModule) -> dict[str, Tensor]:
-        parameters = dict(module.named_parameters())
-        return {name: parameters[name].detach() != 0 for name in choose(module, self.layers, "SparsityMonitor")}
+        names = choose(module, self.layers, "SparsityMonitor")
+        return {name: computed_weight(module, name).detach() != 0 for name in names}
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Log densities, changes and FLOPs."""
@@ -149,10 +153,10 @@ def _counted(module: LightningModule, sample: tuple[Any, ...], reason: str) -> t
             return count_layers(module, sample)
     except Exception as error:  # the user's `forward` may want anything
         reason = type(error).__name__
-    _messages.info(
-        f"`SparsityMonitor` logs no FLOPs: `{type(module).__name__}.forward` did not take its input ({reason}); "
-        "define `example_input_array`, or set `flops=False`."
-    )
+    remedy = f"did not take its input ({reason}); define `example_input_array`, or set `flops=False`"
+    if any(child._compiled_call_impl or hasattr(child, "_orig_mod") for child in module.modules()):
+        remedy = "has compiled layers, which cannot be traced; set `flops=False`"
+    _messages.info(f"`SparsityMonitor` logs no FLOPs: `{type(module).__name__}.forward` {remedy}.")
     return ()
 
 

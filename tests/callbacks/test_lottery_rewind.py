@@ -287,7 +287,7 @@ def test_groups_that_an_unfrozen_backbone_adds_stay(net, fit):
     module.configure_optimizers = lambda: torch.optim.SGD(
         [parameter for name, parameter in module.named_parameters() if not name.startswith("net.0")], 0.1, momentum=0.9
     )
-    callback = LotteryRewind(0.5, cycles=2, rewind=0.0)
+    callback = LotteryRewind(0.5, cycles=2, rewind=0.0, layers=["net.*"])
     seen = []
 
     class Look(Callback):

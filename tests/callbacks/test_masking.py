@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from helpers.conv1d import Conv1D
 from helpers.masking import KINDS, PRUNERS, kept_of
@@ -55,6 +56,26 @@ def test_frozen_layers_are_masked_with_a_warning_or_left_dense(kind, net, fit):
 
 def frozen(module):
     module.net[0].requires_grad_(False)
+    return module
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_of_the_network_is_masked_with_a_warning_or_left_dense(kind, net, fit):
+    expected = (
+        rf"`{kind.__name__}` masks weights that no optimizer steps, .*: 'ema\.module\.0\.weight' and 2 more; leave"
+    )
+    warning_cache.clear()
+    with pytest.warns(UserWarning, match=expected):
+        fit(with_a_teacher(net()), [kind()])
+    warning_cache.clear()
+    for layers in (["!ema.*"], ["net.*"]):  # warnings are errors
+        fit(with_a_teacher(net()), [kind(layers=layers)])
+
+
+def with_a_teacher(module):
+    module.ema, make = AveragedModel(module.net), module.optimizer
+    own = set(module.net.parameters())
+    module.optimizer = lambda parameters: make([parameter for parameter in parameters if parameter in own])
     return module
 
 

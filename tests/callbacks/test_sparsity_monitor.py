@@ -3,7 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.loggers.logger import DummyLogger
+from torch import nn
 
 from lightning_sparsefl.callbacks import GlobalMagnitudePruning, ProximalTerm, SparsityMonitor, StaticMask
 from lightning_sparsefl.errors import InvalidOption
@@ -219,3 +221,46 @@ def test_operations_are_counted_again_for_inputs_of_other_shapes(net, fit):
         fit(module, [watch], epochs=1)
         work.append(watch.rows[0].get("flops/forward"))
     assert work == [work[0], 3 * work[0], None, work[0]]
+
+
+def test_it_counts_the_weights_that_layers_compute(net, fit):
+    module = net()
+    chosen = [(module.net[0], "weight"), (module.net[2], "weight")]
+    options = {
+        "use_global_unstructured": False,
+        "make_pruning_permanent": False,
+        "use_lottery_ticket_hypothesis": False,
+    }
+    pruning = ModelPruning("l1_unstructured", chosen, amount=0.5, **options)
+    last = fit(module, [pruning, SparsityMonitor()], epochs=1).callback_metrics
+    kept = [0.5 * module.net[0].weight.numel(), 0.5 * module.net[2].weight.numel(), module.net[4].weight.numel()]
+    sizes = [module.net[place].weight.numel() for place in (0, 2, 4)]
+    assert last["density/layer/net.0.weight_orig"] == 0.5
+    assert last["density/layer/net.4.weight"] == 1.0
+    assert last["density/all"] == pytest.approx(sum(kept) / sum(sizes), abs=1e-6)
+
+
+def test_a_parametrization_is_computed_without_a_trace(net, fit):
+    module = net()
+    nn.utils.parametrizations.spectral_norm(module.net[0])
+    nn.utils.parametrizations.orthogonal(module.net[2])
+    with torch.no_grad():
+        module.net[0].parametrizations.weight.original[0] = 0
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    found = SparsityMonitor()._nonzero(module)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    assert module.net[0].parametrizations.weight[0].training
+    assert not found["net.0.parametrizations.weight.original"][0].any()
+    assert found["net.2.parametrizations.weight.original"].all()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of torch.compile
+@pytest.mark.filterwarnings("ignore:Guards may run slower:RuntimeWarning")  # torch on Python 3.13.0
+def test_it_says_that_a_compiled_network_is_not_counted(net, fit, caplog):
+    module, watch = net(), Forward()
+    module.net = torch.compile(module.net, backend="eager")
+    with caplog.at_level("INFO"):
+        fit(module, [watch], epochs=1)
+    assert "flops/forward" not in watch.rows[0]
+    assert "has compiled layers, which cannot be traced; set `flops=False`" in caplog.text

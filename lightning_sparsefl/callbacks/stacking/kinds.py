@@ -18,7 +18,6 @@ from lightning_sparsefl.callbacks.gradient_offset import GradientOffset
 from lightning_sparsefl.callbacks.gradient_sum import GradientSum
 from lightning_sparsefl.callbacks.group_penalty import GroupPenalty, scales_of
 from lightning_sparsefl.callbacks.layer_freezing import LayerFreezing
-from lightning_sparsefl.callbacks.layers import choose
 from lightning_sparsefl.callbacks.learned_importance import LearnedImportance
 from lightning_sparsefl.callbacks.meta_step import MetaStep
 from lightning_sparsefl.callbacks.moreau_envelope import MoreauEnvelope
@@ -70,7 +69,7 @@ def _names(module: nn.Module) -> list[str]:
 def _penalty(callbacks: Sequence[GroupPenalty], module: nn.Module, totals: Sequence[int]) -> StackedCallback:
     first, parameters = callbacks[0], dict(module.named_parameters())
     if first.groups == "layers":
-        return StackedPenalty(callbacks, choose(module, first.layers, "GroupPenalty"), totals)
+        return StackedPenalty(callbacks, first.choose(module), totals)
     if first.groups == "scales":
         return StackedScalePenalty(callbacks, scales_of(module), totals)
     groups = [callback.find(module, parameters) for callback in callbacks]
