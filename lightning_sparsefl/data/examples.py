@@ -165,12 +165,18 @@ class Normalize:
         std: Standard deviation of each channel, after scaling to [0, 1].
         high: Stored value that is scaled to 1.
 
+    Raises:
+        InvalidOption: If a number is not finite, or `std` or `high` is not above 0.
+
     Example:
         >>> Normalize(mean=(0.5,), std=(0.5,))(torch.tensor([[[[0, 255]]]], dtype=torch.uint8))
         tensor([[[[-1.,  1.]]]])
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], high: float = 255.0) -> None:
+        require(all(map(math.isfinite, mean)), "Normalize.mean", mean, "finite numbers")
+        require(all(0 < each < math.inf for each in std), "Normalize.std", std, "finite numbers above 0")
+        require(0 < high < math.inf, "Normalize.high", high, "a finite number above 0")
         mean_, std_ = torch.tensor(mean), torch.tensor(std)
         self.scale = (1 / (std_ * high))[:, None, None]
         self.shift = (-mean_ / std_)[:, None, None]

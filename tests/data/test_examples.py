@@ -124,3 +124,16 @@ def test_augmentation_repeats_with_the_global_generator():
     first = CropFlip(4)(images)
     torch.manual_seed(3)
     assert torch.equal(CropFlip(4)(images), first)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mean": (math.nan,), "std": (0.2,)}, r"`Normalize.mean` is \(nan,\); expected finite numbers"),
+        ({"mean": (0.5,), "std": (0.2, 0.0)}, r"`Normalize.std` is \(0.2, 0.0\); expected finite numbers above 0"),
+        ({"mean": (0.5,), "std": (0.2,), "high": -1.0}, r"`Normalize.high` is -1.0; expected a finite number above 0"),
+    ],
+)
+def test_a_normalisation_by_no_deviation_is_refused(options, words):
+    with pytest.raises(InvalidOption, match=words):
+        Normalize(**options)

@@ -947,6 +947,26 @@ class ReadsAfterAnEpoch(Plain):
         self.log("double", 2 * self.trainer.callback_metrics.get("loss", torch.zeros(())))
 
 
+@stacked
+class LogsItsRate(Plain):
+    def on_train_epoch_end(self):
+        self.log("rate", self.lr_schedulers().get_last_lr()[0])
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+@alone("cannot be tried with another optimizer than its own (AttributeError")
+class KeepsItsScheduler(LogsItsRate):
+    def on_train_epoch_end(self):
+        self.log("rate", self.scheduler.get_last_lr()[0])
+
+    def configure_optimizers(self):
+        optimizers, (self.scheduler,) = super().configure_optimizers()
+        return optimizers, [self.scheduler]
+
+
 @alone("changes the number `self.epochs`")
 class CountsEpochs(Plain):
     def __init__(self):

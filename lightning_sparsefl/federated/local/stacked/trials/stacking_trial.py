@@ -19,6 +19,7 @@ from torch import nn
 
 from lightning_sparsefl.callbacks.stacking import stacking_key
 from lightning_sparsefl.data.examples import reads_here
+from lightning_sparsefl.federated.exchange.failures import in_brief
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.support import NEVER_CALLED, SCORING_HOOKS, STEPS, overridden
 from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
@@ -160,7 +161,11 @@ class StackingTrial:
         Double precision tells rounding from small errors, and the run's own precision shows errors of its kernels.
         """
         trial = StepTrial(self._worker)
-        alone, stacked = trial.alone(), trial.stacked()
+        try:
+            alone = trial.alone()
+        except Exception as error:
+            raise NotStackable(f"cannot be tried with another optimizer than its own ({in_brief(error)})") from error
+        stacked = trial.stacked()
         self.planned, self.activations, self.samples = trial.planned, trial.activations, trial.samples
         if cast(FastEngine, self._worker.engine).precision == _DOUBLE:
             return trial.clause(stacked, alone, EXACT)

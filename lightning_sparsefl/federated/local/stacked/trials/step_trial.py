@@ -258,8 +258,10 @@ def _other_counts(module: nn.Module) -> Iterator[None]:
 
 
 def _descent(module: Any) -> Any:
-    """Configure plain gradient descent, whose steps show the gradients."""
-    return torch.optim.SGD([parameter for parameter in module.parameters() if parameter.requires_grad], lr=1.0)
+    """Configure plain gradient descent, whose steps show the gradients, with a scheduler that hooks may read."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=1.0)
+    return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)]
 
 
 @contextmanager

@@ -88,10 +88,6 @@ def logs_metric(net, loss, batch):
     return loss
 
 
-def branches(net, loss, batch):
-    return loss if loss > 100 else 2 * loss
-
-
 class Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -105,7 +101,7 @@ class Square(torch.autograd.Function):
 
 STEPS = {
     "reads a number": (lambda net, loss, batch: loss * loss.item(), "reads a number out of a tensor"),
-    "branches": (branches, "branches on the value of a tensor"),
+    "compares": (lambda net, loss, batch: loss * (1 + torch.allclose(loss, 2 * loss)), "compares tensors"),
     "keeps": (keeps, "keeps a tensor in `self.last`"),
     "assigns": (assigns, "assigns the buffer `mean_loss` instead of writing into it"),
     "counts": (counts, "changes the number `self.seen`, which all clients share"),
