@@ -54,6 +54,8 @@ class MetricUse:
     """Methods that have been called for all clients at once."""
 
     def __post_init__(self) -> None:
+        # a wrapper calls the methods of other objects, each of which is tried for itself
+        self._wraps = any(isinstance(child, Metric) for child in self.metric.children())
         if self.lists:
             self.single |= set(METHODS)
 
@@ -65,9 +67,9 @@ class MetricUse:
             counts: Number of updates of each client that uses it.
             level: Number of the level of ``vmap``.
         """
-        unsure = {*_WITH_VALUES, *self.single} - self._proven
-        if not unsure or any(isinstance(child, Metric) for child in self.metric.children()):
-            return {}  # a wrapper calls the methods of other objects, each of which is tried for itself
+        unsure = () if self._wraps else {*_WITH_VALUES, *self.single} - self._proven
+        if not unsure:
+            return {}
         calls = _Calls(self, low, counts, level)
         return {name: partial(self._call, name, calls) for name in unsure}
 
