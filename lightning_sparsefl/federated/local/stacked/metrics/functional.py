@@ -10,6 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -58,16 +59,17 @@ def _for_clients(function: FunctionType) -> Callable[..., Any]:
             return handle_torch_function(called, args, *args, **kwargs)
         return function(*args, **kwargs)
 
-    add_rule(called, _normalized if function.__name__ == _NORMALIZATION else _for_each(function))
+    each = _for_each(function)
+    add_rule(called, partial(_normalized, each) if function.__name__ == _NORMALIZATION else each)
     return called
 
 
-def _normalized(rules: LayerRules, tensor: Any, normalization: str | None) -> Any:
+def _normalized(each: Rule, rules: LayerRules, tensor: Any, normalization: str | None) -> Any:
     """Return probabilities for each client: logits are normalized, which are recognized by numbers beyond 0 and 1."""
+    if normalization is None:  # which has had several meanings
+        return each(rules, tensor, normalization)
     given = rules.every(tensor)
     assert given is not None
-    if normalization is None:
-        return tensor
     numbers = given.flatten(1)
     if given.device.type == "cpu":  # as torchmetrics, which differs between devices where a number is NaN
         are_logits = ~((numbers >= 0) & (numbers <= 1)).all(1)
@@ -77,13 +79,15 @@ def _normalized(rules: LayerRules, tensor: Any, normalization: str | None) -> An
     return rules.close(torch.where(are_logits.view(-1, *[1] * (given.dim() - 1)), normalized, given))
 
 
-def _for_each(function: Callable[..., None]) -> Rule:
-    """Return a rule that calls a function for each client."""
+def _for_each(function: Callable[..., Any]) -> Rule:
+    """Return a rule that calls a function, which returns a tensor or nothing, for each client."""
 
-    def rule(rules: LayerRules, *args: Any, **kwargs: Any) -> None:
+    def rule(rules: LayerRules, *args: Any, **kwargs: Any) -> Any:
         given = tree_map(lambda value: rules.every(value) if isinstance(value, Tensor) else value, (args, kwargs))
+        found = []
         for place in range(rules.size):
             own, named = tree_map(lambda value, at=place: value[at] if isinstance(value, Tensor) else value, given)
-            function(*own, **named)
+            found.append(function(*own, **named))
+        return rules.close(torch.stack(found)) if isinstance(found[0], Tensor) else None
 
     return rule

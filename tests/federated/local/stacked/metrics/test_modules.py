@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torchmetrics import CatMetric, ClasswiseWrapper, MeanMetric, Metric, MetricCollection, PearsonCorrCoef
+from torchmetrics import CatMetric, ClasswiseWrapper, MeanMetric, Metric, MetricCollection, SpearmanCorrCoef
 from torchmetrics import classification as objects
 from torchmetrics import functional as functions
 from torchmetrics.utilities.compute import normalize_logits_if_needed
@@ -67,7 +67,7 @@ KINDS = {
     "ignoring a class": (lambda: objects.MulticlassAccuracy(4, ignore_index=0), several),
     "ignoring a class, micro": (lambda: objects.MulticlassAccuracy(4, ignore_index=0, average="micro"), several),
     "confusion, ignoring a class": (lambda: objects.MulticlassJaccardIndex(4, ignore_index=0), several),
-    "correlation": (PearsonCorrCoef, lambda logits, labels: (logits[:, 0], labels.to(logits))),
+    "correlation": (SpearmanCorrCoef, lambda logits, labels: (logits[:, 0], labels.to(logits))),
     "a number": (Middle, several),
     "samples": (CatMetric, lambda logits, labels: (logits.amax(),)),
 }
@@ -182,7 +182,7 @@ ROWS = torch.tensor([[0.2, 0.9], [0.2, 1.5], [0.4, torch.nan], [-0.1, 0.3]], dty
 @pytest.mark.parametrize("normalization", ["sigmoid", "softmax", None])
 @pytest.mark.parametrize("given", [ROWS, ROWS.repeat(2, 3).view(2, 4, 6).transpose(0, 1)], ids=["vectors", "tables"])
 def test_logits_are_found_for_each_client(normalization, given):
-    if normalization == "softmax" and given.dim() == 2:
+    if normalization != "sigmoid" and given.dim() == 2:
         given = given.unsqueeze(1)  # since the classes are in dimension 1 of a client's numbers
     expected = torch.stack([normalize_logits_if_needed(row, normalization) for row in given])
     with functions_for_clients(), functorch.vmap_level(4) as level, LayerRules(4, level):
