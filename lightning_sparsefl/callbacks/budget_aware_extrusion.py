@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.callbacks.clock import StepClock
-from lightning_sparsefl.callbacks.layers import choose, require_dense_gradients, require_penalizable, stepped_by
+from lightning_sparsefl.callbacks.layers import choose, require_dense_gradients, require_maskable, stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.callbacks.mask_owner import renamed
 from lightning_sparsefl.callbacks.masking import make_masks
@@ -99,7 +99,7 @@ class BudgetAwareExtrusion(ReportedCallback):
             self.masks = renamed(self.masks, parameters)
             check(self.masks, parameters)
         names = choose(pl_module, None, "BudgetAwareExtrusion") if self.masks is None else self.masks
-        require_penalizable(pl_module, tuple(names), "BudgetAwareExtrusion", by_layers=False)
+        require_maskable(pl_module, tuple(names), "BudgetAwareExtrusion", by_layers=False, act="penalize")
         require_dense_gradients(pl_module, tuple(names), "BudgetAwareExtrusion")
         self._weights = {name: parameters[name] for name in names}
         if self.masks is not None:

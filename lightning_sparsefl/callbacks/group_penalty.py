@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_sparsefl.callbacks.clock import StepClock
 from lightning_sparsefl.callbacks.example_input import example_inputs, for_module
 from lightning_sparsefl.callbacks.feedback import ErrorFeedback
-from lightning_sparsefl.callbacks.layers import choose, require_dense_gradients, require_penalizable, stepped_by
+from lightning_sparsefl.callbacks.layers import choose, require_dense_gradients, require_maskable, stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.callbacks.options import check_arguments, require
 from lightning_sparsefl.callbacks.reported_steps import ReportedCallback
@@ -133,7 +133,7 @@ class GroupPenalty(ReportedCallback):
             InvalidOption: If a parametrization computes one of their weights.
         """
         chosen = choose(module, self.layers, "GroupPenalty")
-        require_penalizable(module, chosen, "GroupPenalty")
+        require_maskable(module, chosen, "GroupPenalty", act="penalize")
         return chosen
 
     def find(self, module: Any, parameters: Mapping[str, Tensor]) -> Sequence[UnitGroup]:

@@ -6,7 +6,7 @@ import glob
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NoReturn
+from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.density import listed, maskable
-from lightning_sparsefl.sparse.parametrized import changes_zeros, parametrization_of, weight_of
+from lightning_sparsefl.sparse.parametrized import changes_zeros, weight_of
 
 _TYPE = "type:"
 _COMPILED = "_orig_mod"
@@ -122,7 +122,9 @@ def exactly(names: Iterable[str]) -> list[str]:
     return [glob.escape(plain_name(name)) for name in names]
 
 
-def require_maskable(module: nn.Module, names: Collection[str], owner: str, by_layers: bool = True) -> None:
+def require_maskable(
+    module: nn.Module, names: Collection[str], owner: str, by_layers: bool = True, act: str = "mask"
+) -> None:
     """Refuse parameters from which a parametrization computes a weight whose zeros are others.
 
     Args:
@@ -130,6 +132,7 @@ def require_maskable(module: nn.Module, names: Collection[str], owner: str, by_l
         names: Names of its parameters that are masked.
         owner: Class of the callback, or the option of the run, for the error message.
         by_layers: Whether the owner has the option `layers`.
+        act: Verb of what the owner does to weights.
 
     Raises:
         InvalidOption: Naming the first of the parameters.
@@ -145,44 +148,14 @@ remove the parametrization before training.
     for name in names:
         kind = changes_zeros(module, name)
         if kind is not None:
-            _refuse_parametrized(module, name, kind, f"`{owner}` cannot mask", by_layers)
-
-
-def require_penalizable(module: nn.Module, names: Collection[str], owner: str, by_layers: bool = True) -> None:
-    """Refuse parameters from which a parametrization computes a weight, since a penalty would be on other numbers.
-
-    Args:
-        module: Module that is penalized.
-        names: Names of its parameters that are penalized.
-        owner: Class of the callback, for the error message.
-        by_layers: Whether the owner has the option `layers`.
-
-    Raises:
-        InvalidOption: Naming the first of the parameters.
-
-    Example:
-        >>> net = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)))
-        >>> require_penalizable(net, ["0.parametrizations.weight.original"], "BudgetAwareExtrusion", by_layers=False)
-        Traceback (most recent call last):
-        lightning_sparsefl.errors.InvalidOption: `BudgetAwareExtrusion` cannot penalize `0.weight`, which the \
-parametrization `_SpectralNorm` computes from `0.parametrizations.weight.original`; remove the parametrization before \
-training.
-    """
-    for name in names:
-        kind = parametrization_of(module, name)
-        if kind is not None:
-            _refuse_parametrized(module, name, kind, f"`{owner}` cannot penalize", by_layers)
-
-
-def _refuse_parametrized(module: nn.Module, name: str, kind: str, clause: str, by_layers: bool) -> NoReturn:
-    holder, tensor = weight_of(module, name)
-    weight = f"{holder}.{tensor}".lstrip(".")
-    pattern = f"!{weight.rpartition('.')[0] or weight}.*"
-    remedy = f"take the layer away with '{pattern}' in `layers`, or " if by_layers else ""
-    raise InvalidOption(
-        f"{clause} `{weight}`, which the parametrization `{kind}` computes from `{name}`; "
-        f"{remedy}remove the parametrization before training."
-    )
+            holder, tensor = weight_of(module, name)
+            weight = f"{holder}.{tensor}".lstrip(".")
+            pattern = f"!{weight.rpartition('.')[0] or weight}.*"
+            remedy = f"take the layer away with '{pattern}' in `layers`, or " if by_layers else ""
+            raise InvalidOption(
+                f"`{owner}` cannot {act} `{weight}`, which the parametrization `{kind}` computes from `{name}`; "
+                f"{remedy}remove the parametrization before training."
+            )
 
 
 def _layers(module: nn.Module, owner: str) -> dict[str, _Layer]:

@@ -146,7 +146,7 @@ class MaskingCallback(MaskOwner):
         """Warn of new masks of weights that no optimizer steps, such as those of a copy of the network, by default."""
         stepped = set().union(*map(stepped_by, optimizers))
         names = [name for name, weight in self._weights.items() if weight.requires_grad and id(weight) not in stepped]
-        if self.layers is None and self._fresh and names:
+        if self.layers is None and self._fresh and stepped and names:
             more = f" and {len(names) - 1} more" if names[1:] else ""
             warning_cache.warn(
                 f"`{type(self).__name__}` masks weights that no optimizer steps, by masks of their own: {names[0]!r}"

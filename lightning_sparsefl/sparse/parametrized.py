@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from lightning_sparsefl.sparse.modes import modes_restored
+from lightning_sparsefl.sparse.modes import modes_restored, random_restored
 
 
 def owner(name: str) -> str:
@@ -42,9 +42,13 @@ def weight_of(module: nn.Module, name: str) -> tuple[str, str]:
     leaf = name.removeprefix(f"{path}.")
     if leaf.startswith("parametrizations."):
         return path, leaf.split(".")[1]
-    stem, _, suffix = leaf.rpartition("_")
-    own = getattr(module.get_submodule(path), "_forward_pre_hooks", {})
-    return path, stem if suffix in ("orig", "g", "v") and stem and own else leaf
+    for hook in module.get_submodule(path)._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm) and leaf in (f"{hook.name}_g", f"{hook.name}_v"):
+            return path, hook.name
+        pruned = getattr(hook, "_tensor_name", None) if isinstance(hook, BasePruningMethod) else None
+        if leaf == f"{hook.name if isinstance(hook, SpectralNorm) else pruned}_orig":
+            return path, leaf.removesuffix("_orig")
+    return path, leaf
 
 
 def changes_zeros(module: nn.Module, name: str) -> str | None:
@@ -62,44 +66,21 @@ def changes_zeros(module: nn.Module, name: str) -> str | None:
         >>> changes_zeros(net, "0.parametrizations.weight.original1"), changes_zeros(net, "0.bias")
         ('_WeightNorm', None)
     """
-    return next((kind for kind, keeps in _steps(module, name) if not keeps), None)
-
-
-def parametrization_of(module: nn.Module, name: str) -> str | None:
-    """Return the class of the first parametrization of a parameter, or None.
-
-    Args:
-        module: Module with the parameter.
-        name: Name of the parameter.
-
-    Example:
-        >>> net = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)))
-        >>> name = "0.parametrizations.weight.original"
-        >>> parametrization_of(net, name), changes_zeros(net, name), parametrization_of(net, "0.bias")
-        ('_SpectralNorm', None, None)
-    """
-    return next((kind for kind, _ in _steps(module, name)), None)
-
-
-def _steps(module: nn.Module, name: str) -> Iterator[tuple[str, bool]]:
-    """Yield the classes of the parametrizations of a parameter, and whether they keep its zeros."""
     path, tensor = weight_of(module, name)
     holder, leaf = module.get_submodule(path), name.removeprefix(f"{path}.")
     if leaf.startswith("parametrizations."):
-        for step in getattr(holder.parametrizations, tensor):
-            yield type(step).__name__, isinstance(step, _SpectralNorm)
-    for hook in holder._forward_pre_hooks.values():
-        if isinstance(hook, WeightNorm) and leaf in (f"{hook.name}_g", f"{hook.name}_v"):
-            yield "weight_norm", False
-        if isinstance(hook, SpectralNorm) and leaf == f"{hook.name}_orig":
-            yield "spectral_norm", True
+        steps = getattr(holder.parametrizations, tensor)
+        return next((type(step).__name__ for step in steps if not isinstance(step, _SpectralNorm)), None)
+    hooks = holder._forward_pre_hooks.values()
+    normed = any(isinstance(hook, WeightNorm) and leaf in (f"{hook.name}_g", f"{hook.name}_v") for hook in hooks)
+    return "weight_norm" if normed else None
 
 
 def computed_weight(module: nn.Module, name: str) -> Tensor:
     """Return the weight that a layer uses: the parameter itself, or what is computed from it.
 
-    A parametrization is computed in evaluation mode, so that it changes nothing. What a hook of the layer computes, as
-    those of :mod:`torch.nn.utils.prune` do, is that of the last forward pass.
+    A parametrization is computed in evaluation mode, and its buffers and the random numbers are restored. What a hook
+    of the layer computes, as those of :mod:`torch.nn.utils.prune` do, is that of the last forward pass.
 
     Args:
         module: Module with the parameter.
@@ -112,7 +93,12 @@ def computed_weight(module: nn.Module, name: str) -> Tensor:
     """
     path, tensor = weight_of(module, name)
     holder = module.get_submodule(path)
-    with modes_restored(holder):
+    if name.removeprefix(f"{path}.") == tensor:
+        return module.get_parameter(name)
+    buffers = [(buffer, buffer.clone()) for buffer in holder.buffers()]
+    with torch.no_grad(), modes_restored(holder), random_restored(holder.parameters()):
         holder.eval()
         weight: Tensor = getattr(holder, tensor)
+        for buffer, value in buffers:
+            buffer.copy_(value)
     return weight

@@ -240,14 +240,40 @@ def test_it_counts_the_weights_that_layers_compute(net, fit):
     assert last["density/all"] == pytest.approx(sum(kept) / sum(sizes), abs=1e-6)
 
 
+class Noisy(nn.Module):
+    """A parametrization that counts its calls, and draws in any mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, weight):
+        self.calls += 1
+        return weight + torch.rand(())
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w, self.w_v = nn.Parameter(torch.zeros(3, 3)), nn.Parameter(torch.ones(3, 3))
+        self.register_forward_pre_hook(lambda layer, inputs: None)
+
+
+def test_a_parameter_is_not_taken_for_part_of_another_one():
+    found = SparsityMonitor(layers=["*"])._nonzero(nn.Sequential(Attention()))
+    assert {name: bool(mask.all()) for name, mask in found.items()} == {"0.w": False, "0.w_v": True}
+
+
 def test_a_parametrization_is_computed_without_a_trace(net, fit):
     module = net()
     nn.utils.parametrizations.spectral_norm(module.net[0])
     nn.utils.parametrizations.orthogonal(module.net[2])
     with torch.no_grad():
         module.net[0].parametrizations.weight.original[0] = 0
-    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    nn.utils.parametrize.register_parametrization(module.net[4], "weight", Noisy())
+    before, random = {name: tensor.clone() for name, tensor in module.state_dict().items()}, torch.get_rng_state()
     found = SparsityMonitor()._nonzero(module)
+    assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
     assert module.net[0].parametrizations.weight[0].training
     assert not found["net.0.parametrizations.weight.original"][0].any()

@@ -100,6 +100,17 @@ class HiddenState(Tensor):
         return next(hidden_ones).refuse()
 
 
+def hidden_state(refuse: Callable[..., object]) -> HiddenState:
+    """Return what stands in the place of a state, also of a list.
+
+    Args:
+        refuse: Function that raises.
+    """
+    state = torch.empty(0).as_subclass(HiddenState)
+    state.refuse = refuse
+    return state
+
+
 def hidden(metric: Metric, refuse: Callable[..., object]) -> dict[str, Any]:
     """Return attributes of a metric object by which it cannot be used.
 
@@ -107,9 +118,5 @@ def hidden(metric: Metric, refuse: Callable[..., object]) -> dict[str, Any]:
         metric: Metric object.
         refuse: Function that raises, in place of the methods and for the states.
     """
-    states: dict[str, HiddenState] = {}
-    for name, default in metric._defaults.items():
-        if isinstance(default, Tensor) and name in vars(metric):
-            states[name] = torch.empty(0).as_subclass(HiddenState)
-            states[name].refuse = refuse
+    states = {name: hidden_state(refuse) for name in metric._defaults if name in vars(metric)}
     return {**dict.fromkeys(METHODS, refuse), **states, "_update_count": SharedCount(0, refuse, False)}

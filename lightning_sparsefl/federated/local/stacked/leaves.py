@@ -111,6 +111,9 @@ class StackedModule:
 
         Returns:
             What the function returns, with plain tensors that have the clients in dimension 0.
+
+        Raises:
+            NotStackable: If one was raised within the function, even if the user's code has caught it.
         """
         if self.size == 1:  # without a level, a step of one client takes half the time
             batch = map_tensors(batch, lambda tensor: tensor.squeeze(0))
@@ -119,8 +122,14 @@ class StackedModule:
                 return map_tensors(function(batch, 0), lambda tensor: tensor.unsqueeze(0))
         with functorch.vmap_level(self.size) as level:
             batch = map_tensors(batch, lambda tensor: functorch.wrap(*self._laid_out(tensor), level))
-            with self._shown(self._views(level)), LayerRules(self.size, level, self.own_ids):
+            with (
+                self._shown(self._views(level)),
+                LayerRules(self.size, level, self.own_ids),
+                NotStackable.noted() as noted,
+            ):
                 output = function(batch, level)
+            if noted:
+                raise NotStackable(noted[0])
             return map_tensors(output, lambda tensor: unwrapped(tensor, level, self.size))
 
     def _views(self, level: int) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from lightning.pytorch import LightningModule
@@ -18,6 +18,22 @@ from lightning_sparsefl.federated.local.stacked import functorch
 
 class NotStackable(Exception):
     """A training step does something that has no meaning for several clients at once; the text is a clause."""
+
+    _noted: ClassVar[list[str]] = []
+
+    def __init__(self, clause: str) -> None:
+        super().__init__(clause)
+        self._noted.append(clause)
+
+    @classmethod
+    @contextmanager
+    def noted(cls) -> Iterator[list[str]]:
+        """Note the clauses of all errors in the context, also of those that the user's code catches."""
+        before, cls._noted = cls._noted, []
+        try:
+            yield cls._noted
+        finally:
+            cls._noted = before
 
 
 @dataclass

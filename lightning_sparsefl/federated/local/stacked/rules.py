@@ -17,7 +17,8 @@ clients as those of one batch, and images before it keep the clients in dimensio
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from lightning_sparsefl.federated.exchange.failures import in_brief, is_out_of_memory
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.group_norm import group_norm
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
@@ -52,6 +54,23 @@ def add_rule(function: Callable[..., Any], rule: Rule) -> None:
         rule: Rule of the function, which never returns NotImplemented.
     """
     _RULES[function] = rule
+
+
+@contextmanager
+def failing_alone(name: str) -> Iterator[None]:
+    """Raise :class:`NotStackable` in the place of an error in the call of a function for one of the clients.
+
+    The user's code may catch the error, and then go on for this client alone.
+
+    Args:
+        name: Name of the function.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise NotStackable(f"calls `{name}`, which fails for a client ({in_brief(error)})") from error
 
 
 class LayerRules(TorchFunctionMode):

@@ -20,7 +20,7 @@ from torch.overrides import handle_torch_function
 from torch.utils._pytree import tree_map
 
 from lightning_sparsefl.federated.local.stacked import functorch
-from lightning_sparsefl.federated.local.stacked.rules import LayerRules, Rule, add_rule
+from lightning_sparsefl.federated.local.stacked.rules import LayerRules, Rule, add_rule, failing_alone
 from lightning_sparsefl.sparse.attributes import attributes_replaced
 
 _PACKAGE = "torchmetrics.functional.classification."
@@ -87,7 +87,8 @@ def _for_each(function: Callable[..., Any]) -> Rule:
         found = []
         for place in range(rules.size):
             own, named = tree_map(lambda value, at=place: value[at] if isinstance(value, Tensor) else value, given)
-            found.append(function(*own, **named))
+            with failing_alone(function.__name__):
+                found.append(function(*own, **named))
         return rules.close(torch.stack(found)) if isinstance(found[0], Tensor) else None
 
     return rule

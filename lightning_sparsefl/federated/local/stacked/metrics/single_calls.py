@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,12 +13,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torchmetrics import Metric
 
-from lightning_sparsefl.callbacks.stacking.hidden_metrics import METHODS, SharedCount
+from lightning_sparsefl.callbacks.stacking.hidden_metrics import METHODS, SharedCount, hidden_state
 from lightning_sparsefl.federated.exchange.failures import is_out_of_memory
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.leaves import unwrapped
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
-from lightning_sparsefl.federated.local.stacked.rules import BRANCHES
+from lightning_sparsefl.federated.local.stacked.rules import BRANCHES, failing_alone
 from lightning_sparsefl.sparse.attributes import attributes_replaced
 
 _WITH_VALUES = ("update", "compute")
@@ -55,23 +55,30 @@ class MetricUse:
 
     def __post_init__(self) -> None:
         # a wrapper calls the methods of other objects, each of which is tried for itself
-        self._wraps = any(isinstance(child, Metric) for child in self.metric.children())
+        self._wraps = any(isinstance(child, Metric) for child in self.metric.modules() if child is not self.metric)
         if self.lists:
             self.single |= set(METHODS)
 
-    def methods(self, low: int, counts: Sequence[int], level: int) -> dict[str, Callable[..., Any]]:
-        """Return the methods that differ from those of `lent`.
+    def methods(self, low: int, counts: Sequence[int], level: int) -> dict[str, Any]:
+        """Return the methods that differ from those of `lent`, and what stands in the place of lists.
 
         Args:
             low: First client that uses the object.
             counts: Number of updates of each client that uses it.
             level: Number of the level of ``vmap``.
         """
-        unsure = () if self._wraps else {*_WITH_VALUES, *self.single} - self._proven
+        lists = {each.key: hidden_state(self._refuse) for each in self.lists}
+        if self._wraps:
+            return lists and {**lists, **dict.fromkeys(METHODS, self._refuse)}
+        unsure = {*_WITH_VALUES, *self.single} - self._proven
         if not unsure:
             return {}
         calls = _Calls(self, low, counts, level)
-        return {name: partial(self._call, name, calls) for name in unsure}
+        return {**lists, **{name: partial(self._call, name, calls) for name in unsure}}
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        reads = "wraps other metric objects" if self._wraps else "is read without its methods"
+        raise NotStackable(f"uses the metric object `{type(self.metric).__name__}`, which keeps samples and {reads}")
 
     def _call(self, name: str, calls: _Calls, *args: Any, **kwargs: Any) -> Any:
         """Call a method, for all clients at once if it can be."""
@@ -81,7 +88,7 @@ class MetricUse:
         before = {key: value.clone() for key, value in calls.states().items()}
         others = {key: value for key, value in table.items() if key not in before}
         try:
-            with _WithoutBranches():
+            with _WithoutBranches(), NotStackable.noted():
                 value = self.lent[name](*args, **kwargs)
         except Exception as error:
             if is_out_of_memory(error):
@@ -119,7 +126,8 @@ class _Calls:
 
     def states(self) -> dict[str, Tensor]:
         """Return the tensors among the object's states."""
-        return {key: self._table[key] for key in self._use.metric._defaults if isinstance(self._table.get(key), Tensor)}
+        defaults = self._use.metric._defaults.items()
+        return {key: self._table[key] for key, each in defaults if isinstance(each, Tensor) and key in self._table}
 
     def one_by_one(self, name: str, args: Any, kwargs: Any) -> Any:
         """Call a method for one client after another, and return the values of all of them."""
@@ -135,7 +143,8 @@ class _Calls:
                 own |= {each.key: each.rows[self._low + place] for each in use.lists}
                 with attributes_replaced(use.metric, {**use.own, **own, "_update_count": before, "_computed": None}):
                     given_args, given_kwargs = tree_map(row, given)
-                    values.append(getattr(use.metric, name)(*given_args, **given_kwargs))
+                    with failing_alone(f"{type(use.metric).__name__}.{name}"):
+                        values.append(getattr(use.metric, name)(*given_args, **given_kwargs))
                     after.append({key: table[key] for key in states})
                     updates = table["_update_count"] - before
                     for each in use.lists:

@@ -23,7 +23,7 @@ from lightning_sparsefl.federated.local.stacked.rules import LayerRules
 from tests.federated.local.stacked.test_odd_modules import Data, Plain, check
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:No (positive|negative) samples in targets:UserWarning", "ignore:The variance of predictions:UserWarning"
+    "ignore:No (positive|negative) samples in targets:UserWarning", "ignore:Metric `Spearman:UserWarning"
 )
 
 
@@ -213,3 +213,120 @@ def test_samples_are_kept_for_each_client_and_forgotten_by_those_that_reset():
     assert [len(row) for row in states.lists[0]] == [0, 2, 0]
     assert states.counts[0] == [0, 2, 0]
     assert module.samples.value == []
+
+
+class Wrapping(Metric):
+    """A metric that keeps samples, and has another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("kept", [], dist_reduce_fx="cat")
+        self.inner = MeanMetric()
+
+    def update(self, value):
+        self.kept.append(value)
+        self.inner.update(value)
+
+    def compute(self):
+        return torch.stack(self.kept).sum() + self.inner.compute()
+
+
+class WrapsAndKeeps(Plain):
+    def __init__(self):
+        super().__init__()
+        self.measure = Wrapping()
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.measure.update(loss.detach())
+        self.log("measure", self.measure, on_step=False, on_epoch=True)
+        return loss
+
+
+class ReadsAList(Plain):
+    def __init__(self):
+        super().__init__()
+        self.measure = CatMetric()
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.measure.update(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("measure", sum(self.measure.value))
+        self.measure.reset()
+
+
+class Refusing(Metric):
+    """A metric that raises at small values."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, value):
+        if float(value) < 1.3:
+            raise ValueError("too small")
+        self.total = self.total + value
+
+    def compute(self):
+        return self.total
+
+
+class CatchesAnError(Plain):
+    def __init__(self):
+        super().__init__()
+        self.measure = Refusing()
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        try:
+            self.measure.update(loss.detach())
+        except Exception:
+            return 2 * loss
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log("measure", self.measure.compute())
+
+
+class CatchesALabel(Plain):
+    def training_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        try:
+            accuracy = functions.accuracy(logits[:, 0], batch[1], task="binary", ignore_index=3)
+        except Exception:
+            accuracy = torch.tensor(-1.0)
+        self.log("accuracy", accuracy.double())
+        return F.cross_entropy(logits, batch[1])
+
+
+class CatchesARefusal(Plain):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        try:
+            if batch[1][0] > 1:
+                loss = 2 * loss
+        except Exception:
+            return 3 * loss
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (WrapsAndKeeps, "uses the metric object `Wrapping`, which keeps samples and wraps other metric objects"),
+        (ReadsAList, "uses the metric object `CatMetric`, which keeps samples and is read without its methods"),
+        (CatchesAnError, "calls `Refusing.update`, which fails for a client (ValueError: too small)"),
+        (
+            CatchesALabel,
+            "calls `_binary_stat_scores_tensor_validation`, which fails for a client (RuntimeError: Detected",
+        ),
+        (CatchesARefusal, "branches on the value of a tensor, which differs between clients"),
+    ],
+)
+def test_an_error_of_one_client_is_not_one_of_all(kind, words, tmp_path):
+    sizes, said = check(kind, tmp_path)
+    assert not sizes
+    assert any(words in text for text in alone(said)), said
