@@ -570,6 +570,10 @@ _RULES[Tensor.grad.__get__] = _refusal("reads the gradient (`grad`) of a tensor"
 _RULES[Tensor.is_leaf.__get__] = _refusal("asks whether a tensor is a leaf")  # type: ignore[attr-defined]
 
 
+_read = _refusal("reads a number out of a tensor (`.item()`, `float()`, `int()`)")
+for _reader in (Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.tolist):
+    _RULES[_reader] = _read
+_RULES[Tensor.numpy] = _refusal("leaves torch (`.numpy()`)")
 BRANCHES = (Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero, Tensor.item)
 """Functions that let code branch on the value of a tensor."""
 
@@ -589,7 +593,7 @@ def _truth(rules: LayerRules, input: Any) -> Any:
 @_rule(Tensor.item)
 def _item(rules: LayerRules, input: Any) -> Any:
     """Return a truth value as a number of Python; see :func:`_truth`."""
-    return _truth(rules, input) if input.dtype is torch.bool else NotImplemented
+    return _truth(rules, input) if input.dtype is torch.bool else _read(rules, input)
 
 
 @_rule(Tensor.flatten, torch.flatten)

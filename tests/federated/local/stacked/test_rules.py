@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule
+from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 from lightning_sparsefl.federated.local.stacked.rules import _RULES
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop.*:UserWarning")
@@ -207,7 +208,7 @@ def test_the_module_holds_its_own_tensors_after_an_error():
     before = dict(module.named_parameters())
     stacked = StackedModule(module, 2)
     stacked.load([floats(module)] * 2)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(NotStackable, match="reads a number"):
         stacked.call(lambda batch, _: module(batch).sum().item(), torch.ones(2, 1, 3))
     assert all(parameter is before[name] for name, parameter in module.named_parameters())
 

@@ -302,6 +302,15 @@ class CatchesALabel(Plain):
         return F.cross_entropy(logits, batch[1])
 
 
+class CatchesANumber(Plain):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        try:
+            return loss * loss.item()
+        except Exception:
+            return 3 * loss
+
+
 class CatchesARefusal(Plain):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -323,6 +332,7 @@ class CatchesARefusal(Plain):
             CatchesALabel,
             "calls `_binary_stat_scores_tensor_validation`, which fails for a client (RuntimeError: Detected",
         ),
+        (CatchesANumber, "reads a number out of a tensor"),
         (CatchesARefusal, "branches on the value of a tensor, which differs between clients"),
     ],
 )
