@@ -19,19 +19,21 @@ from lightning_sparsefl.federated.local.stacked import functorch
 class NotStackable(Exception):
     """A training step does something that has no meaning for several clients at once; the text is a clause."""
 
-    _noted: ClassVar[list[str]] = []
+    _noted: ClassVar[list[str] | None] = None
 
     def __init__(self, clause: str) -> None:
         super().__init__(clause)
-        self._noted.append(clause)
+        if self._noted is not None:
+            self._noted.append(clause)
 
     @classmethod
     @contextmanager
     def noted(cls) -> Iterator[list[str]]:
         """Note the clauses of all errors in the context, also of those that the user's code catches."""
-        before, cls._noted = cls._noted, []
+        before, noted = cls._noted, list[str]()
+        cls._noted = noted
         try:
-            yield cls._noted
+            yield noted
         finally:
             cls._noted = before
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
-from types import FunctionType, ModuleType
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_map
 
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.rules import LayerRules, Rule, add_rule, failing_alone
-from lightning_sparsefl.sparse.attributes import attributes_replaced
 
 _PACKAGE = "torchmetrics.functional.classification."
 _NORMALIZATION = "normalize_logits_if_needed"
@@ -32,21 +31,35 @@ _VALIDATION = "_tensor_validation"
 @contextmanager
 def functions_for_clients() -> Iterator[None]:
     """Let functions of torchmetrics accept tensors of several clients within the context."""
-    with ExitStack() as stack:
-        for module, functions in _replaced():
-            stack.enter_context(attributes_replaced(module, functions))
+    tables = _tables()
+    for each in tables:
+        each.of_module.update(each.replaced)
+    try:
         yield
+    finally:
+        for each in tables:
+            each.of_module.update(each.own)
+
+
+class _Table(NamedTuple):
+    """Functions of one module that are replaced."""
+
+    of_module: dict[str, Any]
+    """Attributes of the module."""
+    own: dict[str, Any]
+    """Functions by name."""
+    replaced: dict[str, Any]
+    """Functions that accept tensors of several clients, by name."""
 
 
 @functools.cache
-def _replaced() -> list[tuple[ModuleType, dict[str, Any]]]:
-    """Return the modules that use such functions, with what replaces each of them by its name."""
+def _tables() -> list[_Table]:
     found = []
-    for module in [module for name, module in sys.modules.items() if name.startswith(_PACKAGE)]:
-        names = [name for name in vars(module) if name == _NORMALIZATION or name.endswith(_VALIDATION)]
-        if names:
-            found.append((module, {name: _for_clients(vars(module)[name]) for name in names}))
-    return found
+    for of_module in [vars(module) for name, module in sys.modules.items() if name.startswith(_PACKAGE)]:
+        names = [name for name in of_module if name == _NORMALIZATION or name.endswith(_VALIDATION)]
+        own = {name: of_module[name] for name in names}
+        found.append(_Table(of_module, own, {name: _for_clients(function) for name, function in own.items()}))
+    return [each for each in found if each.own]
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -54,10 +54,18 @@ class MetricUse:
     """Methods that have been called for all clients at once."""
 
     def __post_init__(self) -> None:
-        # a wrapper calls the methods of other objects, each of which is tried for itself
-        self._wraps = any(isinstance(child, Metric) for child in self.metric.modules() if child is not self.metric)
         if self.lists:
             self.single |= set(METHODS)
+
+    @cached_property
+    def _wraps(self) -> bool:
+        """Whether the object calls the methods of other objects, each of which is tried for itself."""
+        return any(isinstance(child, Metric) for child in self.metric.modules() if child is not self.metric)
+
+    @cached_property
+    def _hidden(self) -> dict[str, Any]:
+        """What stands in the place of lists."""
+        return {each.key: hidden_state(self._refuse) for each in self.lists}
 
     def methods(self, low: int, counts: Sequence[int], level: int) -> dict[str, Any]:
         """Return the methods that differ from those of `lent`, and what stands in the place of lists.
@@ -67,21 +75,18 @@ class MetricUse:
             counts: Number of updates of each client that uses it.
             level: Number of the level of ``vmap``.
         """
-        lists = {each.key: hidden_state(self._refuse) for each in self.lists}
         if self._wraps:
-            return lists and {**lists, **dict.fromkeys(METHODS, self._refuse)}
-        unsure = {*_WITH_VALUES, *self.single} - self._proven
-        if not unsure:
-            return {}
-        calls = _Calls(self, low, counts, level)
-        return {**lists, **{name: partial(self._call, name, calls) for name in unsure}}
+            return self._hidden and {**self._hidden, **dict.fromkeys(METHODS, self._refuse)}
+        names = METHODS if self.lists else [name for name in _WITH_VALUES if name not in self._proven]
+        return {**self._hidden, **{name: partial(self._call, name, low, counts, level) for name in names}}
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         reads = "wraps other metric objects" if self._wraps else "is read without its methods"
         raise NotStackable(f"uses the metric object `{type(self.metric).__name__}`, which keeps samples and {reads}")
 
-    def _call(self, name: str, calls: _Calls, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, name: str, low: int, counts: Sequence[int], level: int, *args: Any, **kwargs: Any) -> Any:
         """Call a method, for all clients at once if it can be."""
+        calls = _Calls(self, low, counts, level)
         if name in self.single:
             return calls.one_by_one(name, args, kwargs)
         table = vars(self.metric)
