@@ -38,7 +38,8 @@ class Raised(Plain):
                 parameter.add_(0.01)
 
 
-METHODS = [FedSpa(), FedDIP(), FedLPS(ratio="fixed"), FLASH(), SNIP(), SplitMix(bases=2)]
+OTHERS = [FedDIP(), FedLPS(ratio="fixed"), FLASH(), SNIP(), SplitMix(bases=2)]
+METHODS = [FedSpa(), *(pytest.param(algorithm, marks=pytest.mark.slow) for algorithm in OTHERS)]
 
 
 @pytest.mark.parametrize("hook", ["on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_end"])
