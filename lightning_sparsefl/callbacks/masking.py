@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -134,24 +134,23 @@ class MaskingCallback(MaskOwner):
             parameters: Parameters of the module by name.
         """
         frozen = [name for name in self.masks if not parameters[name].requires_grad]
-        if self.layers is None and frozen:
-            more = f" and {len(frozen) - 1} more" if frozen[1:] else ""
+        self._warn_of(frozen, "frozen weights, which cannot adapt (`requires_grad=False`)")
+
+    def _warn_of(self, names: Sequence[str], what: str) -> None:
+        """Warn of masked weights, if there are any, unless they were asked for."""
+        if self.layers is None and names:
+            more = f" and {len(names) - 1} more" if names[1:] else ""
             warning_cache.warn(
-                f"`{type(self).__name__}` masks frozen weights, which cannot adapt (`requires_grad=False`): "
-                f"{frozen[0]!r}{more}; leave them dense with a pattern such as `layers=['!{frozen[0]}']`, or choose "
-                "them in `layers`."
+                f"`{type(self).__name__}` masks {what}: {names[0]!r}{more}; leave them dense with a pattern such as "
+                f"`layers=['!{names[0]}']`, or choose them in `layers`."
             )
 
     def _warn_of_unstepped(self, optimizers: Iterable[Any]) -> None:
         """Warn of new masks of weights that no optimizer steps, such as those of a copy of the network, by default."""
         stepped = set().union(*map(stepped_by, optimizers))
         names = [name for name, weight in self._weights.items() if weight.requires_grad and id(weight) not in stepped]
-        if self.layers is None and self._fresh and stepped and names:
-            more = f" and {len(names) - 1} more" if names[1:] else ""
-            warning_cache.warn(
-                f"`{type(self).__name__}` masks weights that no optimizer steps, by masks of their own: {names[0]!r}"
-                f"{more}; leave them dense with a pattern such as `layers=['!{names[0]}']`, or choose them in `layers`."
-            )
+        if self._fresh and stepped:
+            self._warn_of(names, "weights that no optimizer steps, by masks of their own")
 
     def adopt(self, masks: Masks) -> None:
         """Replace the masks of the same layers, or of some of them, and leave the weights as they are.

@@ -153,10 +153,10 @@ def _counted(module: LightningModule, sample: tuple[Any, ...], reason: str) -> t
             return count_layers(module, sample)
     except Exception as error:  # the user's `forward` may want anything
         reason = type(error).__name__
-    remedy = f"did not take its input ({reason}); define `example_input_array`, or set `flops=False`"
+    clause = f"did not take its input ({reason}); define `example_input_array`, or set `flops=False`"
     if any(child._compiled_call_impl or hasattr(child, "_orig_mod") for child in module.modules()):
-        remedy = "has compiled layers, which cannot be traced; set `flops=False`"
-    _messages.info(f"`SparsityMonitor` logs no FLOPs: `{type(module).__name__}.forward` {remedy}.")
+        clause = "has compiled layers, which cannot be traced; set `flops=False`"
+    _messages.info(f"`SparsityMonitor` logs no FLOPs: `{type(module).__name__}.forward` {clause}.")
     return ()
 
 

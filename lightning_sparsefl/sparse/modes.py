@@ -66,3 +66,27 @@ def random_restored(tensors: Iterable[Tensor]) -> Iterator[None]:
     devices = {tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(devices)):
         yield
+
+
+@contextmanager
+def restored(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Restore the values of tensors that are written into within the context.
+
+    Args:
+        tensors: The tensors.
+
+    Example:
+        >>> count = torch.zeros(2)
+        >>> with restored([count]):
+        ...     _ = count.add_(1)
+        >>> count
+        tensor([0., 0.])
+    """
+    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in before:
+                if not torch.equal(tensor, value):  # a tensor that repeats a row cannot be written, nor has it been
+                    tensor.copy_(value)

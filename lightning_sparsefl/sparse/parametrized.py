@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from lightning_sparsefl.sparse.modes import modes_restored, random_restored
+from lightning_sparsefl.sparse.modes import evaluating, random_restored, restored
 
 
 def owner(name: str) -> str:
@@ -43,11 +42,10 @@ def weight_of(module: nn.Module, name: str) -> tuple[str, str]:
     if leaf.startswith("parametrizations."):
         return path, leaf.split(".")[1]
     for hook in module.get_submodule(path)._forward_pre_hooks.values():
-        if isinstance(hook, WeightNorm) and leaf in (f"{hook.name}_g", f"{hook.name}_v"):
-            return path, hook.name
-        pruned = getattr(hook, "_tensor_name", None) if isinstance(hook, BasePruningMethod) else None
-        if leaf == f"{hook.name if isinstance(hook, SpectralNorm) else pruned}_orig":
-            return path, leaf.removesuffix("_orig")
+        if isinstance(hook, (WeightNorm, SpectralNorm, BasePruningMethod)):
+            weight = hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name
+            if leaf in (f"{weight}_g", f"{weight}_v", f"{weight}_orig"):
+                return path, weight
     return path, leaf
 
 
@@ -71,9 +69,8 @@ def changes_zeros(module: nn.Module, name: str) -> str | None:
     if leaf.startswith("parametrizations."):
         steps = getattr(holder.parametrizations, tensor)
         return next((type(step).__name__ for step in steps if not isinstance(step, _SpectralNorm)), None)
-    hooks = holder._forward_pre_hooks.values()
-    normed = any(isinstance(hook, WeightNorm) and leaf in (f"{hook.name}_g", f"{hook.name}_v") for hook in hooks)
-    return "weight_norm" if normed else None
+    hooks = [hook.name for hook in holder._forward_pre_hooks.values() if isinstance(hook, WeightNorm)]
+    return "weight_norm" if leaf != tensor and tensor in hooks else None
 
 
 def computed_weight(module: nn.Module, name: str) -> Tensor:
@@ -95,10 +92,6 @@ def computed_weight(module: nn.Module, name: str) -> Tensor:
     holder = module.get_submodule(path)
     if name.removeprefix(f"{path}.") == tensor:
         return module.get_parameter(name)
-    buffers = [(buffer, buffer.clone()) for buffer in holder.buffers()]
-    with torch.no_grad(), modes_restored(holder), random_restored(holder.parameters()):
-        holder.eval()
+    with evaluating(holder), random_restored(holder.parameters()), restored(holder.buffers()):
         weight: Tensor = getattr(holder, tensor)
-        for buffer, value in buffers:
-            buffer.copy_(value)
     return weight

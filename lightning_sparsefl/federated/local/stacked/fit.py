@@ -156,7 +156,7 @@ class StackedFit:
         self._parts: dict[tuple[int, int], _Part] = {}
         """Clients that have stepped together, by the first place and the place after the last one."""
         self._hooked = False
-        """Whether hooks of the module have been called since callbacks have masked last."""
+        """Whether hooks of the module have been called since the last batch."""
         self._states: ModuleStates | None = None
         """Attributes of the module before the first step, after callbacks and `configure_optimizers`."""
         self._settings: Settings | None = None
@@ -174,7 +174,7 @@ class StackedFit:
             self._hook("on_train_start")
             self._epochs()
             self._hook("on_train_end")
-            self._mask_after_hooks()
+            self._after_hooks()
             self._require_alike()
         self.trainer._close()
         self.trainer._finish()
@@ -195,7 +195,7 @@ class StackedFit:
             self.reader.start_epoch()
             self._hook("on_train_start")
             self._hook("on_train_epoch_start")
-            self._mask_after_hooks()
+            self._after_hooks()
             self.loop._ready, self.loop.is_last_batch = 1, True
             low, high, batch = next(self.reader.read(0, self.size, 0))
             if high < self.size:
@@ -329,7 +329,7 @@ class StackedFit:
             for callback, _ in self._callbacks:
                 callback.start_epoch()
             self._hook("on_train_epoch_start")
-            self._mask_after_hooks()
+            self._after_hooks()
             for numbers, ranges in self.reader.runs(self._phases()):
                 for number in numbers:
                     loop._ready, loop.is_last_batch = number + 1, number + 1 == self._batches
@@ -352,16 +352,17 @@ class StackedFit:
         with self._for_all():
             call_hook(name, self.trainer.hooks, self.whole, self.log, self._metrics)
         self._hooked = True
-        if self._recorder is not None:  # since the hook may have changed layers, or their modes
+
+    def _after_hooks(self) -> None:
+        """Act on what hooks of the module may have changed: weights under masks, layers and their modes."""
+        if not self._hooked:
+            return
+        self._hooked = False
+        for callback, _ in self._callbacks:
+            callback.after_hooks()
+        if self._recorder is not None:
             assert self._states is not None
             self._recorder.start(self.whole, self._states)
-
-    def _mask_after_hooks(self) -> None:
-        """Let callbacks mask what hooks of the module have written."""
-        if self._hooked:
-            for callback, _ in self._callbacks:
-                callback.after_hooks()
-        self._hooked = False
 
     def _phases(self) -> list[Hashable]:
         """Return what must agree for clients to step together, besides the sizes of their batches."""

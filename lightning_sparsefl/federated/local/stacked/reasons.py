@@ -6,11 +6,12 @@ import re
 
 from lightning_sparsefl.federated.exchange.failures import in_brief
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
+from lightning_sparsefl.federated.local.stacked.rules import LEAVES_TORCH, READS_NUMBER
 
 _CLAUSES = (
     (r"requires_grad", "sets `requires_grad` of a tensor"),
     (r"accessing `data`", "uses `data` of a tensor"),
-    (r"\.item\(\)", "reads a number out of a tensor (`.item()`, `float()`, `int()`)"),
+    (r"\.item\(\)", READS_NUMBER),
     (r"allclose", "compares tensors (`torch.allclose`)"),
     (r"data-dependent control flow|bool\(\)", "branches on the value of a tensor"),
     (
@@ -20,7 +21,7 @@ _CLAUSES = (
     (r"inplace|in-place|match the broadcast shape", "writes in place into a tensor that all clients share"),
     (r"Batching rule not implemented for ([\w:]+(?:\.\w+)*)", "uses `{}`, which has no batched form"),
     (r"dynamic shape|nonzero|masked_select|data-dependent", "makes tensors whose shape depends on values"),
-    (r"numpy|storage", "leaves torch (`.numpy()`)"),
+    (r"numpy|storage", LEAVES_TORCH),
 )
 """Patterns of the errors of ``torch.func``, and clauses that say what a training step does to cause them."""
 

@@ -158,6 +158,10 @@ class LayerRules(TorchFunctionMode):
         return self.close(tensor.unflatten(1, (self.size, -1)), 1)
 
 
+READS_NUMBER = "reads a number out of a tensor (`.item()`, `float()`, `int()`)"
+"""Clause of a step that needs a number of Python, of which each client has its own."""
+LEAVES_TORCH = "leaves torch (`.numpy()`)"
+"""Clause of a step that goes on with the numbers in another library."""
 KEPT_ELSEWHERE = "computes with parameters that it keeps elsewhere than in the module"
 """Clause of a step that reads the module's own tensors, which no client has."""
 
@@ -570,10 +574,10 @@ _RULES[Tensor.grad.__get__] = _refusal("reads the gradient (`grad`) of a tensor"
 _RULES[Tensor.is_leaf.__get__] = _refusal("asks whether a tensor is a leaf")  # type: ignore[attr-defined]
 
 
-_read = _refusal("reads a number out of a tensor (`.item()`, `float()`, `int()`)")
+_read = _refusal(READS_NUMBER)
 for _reader in (Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.tolist):
     _RULES[_reader] = _read
-_RULES[Tensor.numpy] = _refusal("leaves torch (`.numpy()`)")
+_RULES[Tensor.numpy] = _refusal(LEAVES_TORCH)
 BRANCHES = (Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero, Tensor.item)
 """Functions that let code branch on the value of a tensor."""
 

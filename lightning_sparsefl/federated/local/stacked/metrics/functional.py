@@ -6,20 +6,20 @@ objects and the functions in ``torchmetrics.functional`` do so by the same funct
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial, wraps
+from operator import itemgetter
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
-from torch.utils._pytree import tree_map
 
 from lightning_sparsefl.federated.local.stacked import functorch
+from lightning_sparsefl.federated.local.stacked.leaves import map_tensors
 from lightning_sparsefl.federated.local.stacked.rules import LayerRules, Rule, add_rule, failing_alone
 
 _PACKAGE = "torchmetrics.functional.classification."
@@ -52,7 +52,7 @@ class _Table(NamedTuple):
     """Functions that accept tensors of several clients, by name."""
 
 
-@functools.cache
+@cache
 def _tables() -> list[_Table]:
     found = []
     for of_module in [vars(module) for name, module in sys.modules.items() if name.startswith(_PACKAGE)]:
@@ -62,11 +62,11 @@ def _tables() -> list[_Table]:
     return [each for each in found if each.own]
 
 
-@functools.cache
+@cache
 def _for_clients(function: FunctionType) -> Callable[..., Any]:
     """Return a function that sends tensors of several clients to a rule, and others to the function."""
 
-    @functools.wraps(function)
+    @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         if any(map(functorch.is_batched, (*args, *kwargs.values()))):
             return handle_torch_function(called, args, *args, **kwargs)
@@ -96,10 +96,9 @@ def _for_each(function: Callable[..., Any]) -> Rule:
     """Return a rule that calls a function, which returns a tensor or nothing, for each client."""
 
     def rule(rules: LayerRules, *args: Any, **kwargs: Any) -> Any:
-        given = tree_map(lambda value: rules.every(value) if isinstance(value, Tensor) else value, (args, kwargs))
-        found = []
+        given, found = map_tensors((args, kwargs), rules.every), []
         for place in range(rules.size):
-            own, named = tree_map(lambda value, at=place: value[at] if isinstance(value, Tensor) else value, given)
+            own, named = map_tensors(given, itemgetter(place))
             with failing_alone(function.__name__):
                 found.append(function(*own, **named))
         return rules.close(torch.stack(found)) if isinstance(found[0], Tensor) else None

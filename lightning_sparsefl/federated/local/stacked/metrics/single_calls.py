@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -16,7 +17,7 @@ from torchmetrics import Metric
 from lightning_sparsefl.callbacks.stacking.hidden_metrics import METHODS, SharedCount, hidden_state
 from lightning_sparsefl.federated.exchange.failures import is_out_of_memory
 from lightning_sparsefl.federated.local.stacked import functorch
-from lightning_sparsefl.federated.local.stacked.leaves import unwrapped
+from lightning_sparsefl.federated.local.stacked.leaves import map_tensors, unwrapped
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 from lightning_sparsefl.federated.local.stacked.rules import BRANCHES, failing_alone
 from lightning_sparsefl.sparse.attributes import attributes_replaced
@@ -139,15 +140,14 @@ class _Calls:
         use, table = self._use, self._table
         count, updates = table["_update_count"], 0
         with functorch.Outside(), torch._C.DisableTorchFunction():  # which has no use for the rules of layers
-            given = tree_map(self._plain, (args, kwargs))
+            given = map_tensors((args, kwargs), self._plain)
             states = {key: self._plain(state) for key, state in self.states().items()}
             values, after = [], []
             for place, before in enumerate(self._updates(count)):
-                row = partial(_row, place)
-                own = {key: state[place] for key, state in states.items()}
+                own: dict[str, Any] = {key: state[place] for key, state in states.items()}
                 own |= {each.key: each.rows[self._low + place] for each in use.lists}
                 with attributes_replaced(use.metric, {**use.own, **own, "_update_count": before, "_computed": None}):
-                    given_args, given_kwargs = tree_map(row, given)
+                    given_args, given_kwargs = map_tensors(given, itemgetter(place))
                     with failing_alone(f"{type(use.metric).__name__}.{name}"):
                         values.append(getattr(use.metric, name)(*given_args, **given_kwargs))
                     after.append({key: table[key] for key in states})
@@ -168,9 +168,9 @@ class _Calls:
             return [own + count.value - max(self._counts) for own in self._counts]
         return [count] * len(self._counts)  # since a reset in this step
 
-    def _plain(self, value: Any) -> Any:
-        """Return a tensor with the clients in dimension 0; other values as they are."""
-        return unwrapped(value, self._level, len(self._counts)) if isinstance(value, Tensor) else value
+    def _plain(self, tensor: Tensor) -> Tensor:
+        """Return a tensor with the clients in dimension 0."""
+        return unwrapped(tensor, self._level, len(self._counts))
 
     def _all(self, *values: Any) -> Any:
         """Return one value of each client as a value of all of them."""
@@ -179,7 +179,3 @@ class _Calls:
         if any(value != values[0] for value in values):
             raise NotStackable(f"gets a value from `{type(self._use.metric).__name__}` that is no tensor")
         return values[0]
-
-
-def _row(place: int, value: Any) -> Any:
-    return value[place] if isinstance(value, Tensor) else value

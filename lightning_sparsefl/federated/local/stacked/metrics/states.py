@@ -82,15 +82,12 @@ class MetricStates:
                     self.slots.append(_Slot(table, key, states, default))
         self.counts = [[metric._update_count] * size for metric in self.metrics.values()]
         """Number of updates of each metric object by each client."""
-        self._lent: list[dict[str, Any]] = [
-            {name: getattr(metric, name) for name in METHODS} for metric in self.metrics.values()
-        ]
-        """Attributes of each metric object while clients use it."""
         self.uses: list[MetricUse] = []
         """How clients use each metric object."""
         self._checks: dict[str, ValueCheck] = {}
         self._flags: dict[str, Tensor] = {}
-        for (name, metric), lent in zip(self.metrics.items(), self._lent, strict=True):
+        for name, metric in self.metrics.items():
+            lent = {name: getattr(metric, name) for name in METHODS}
             check, own = check_of(metric), {**lent, "_defaults": metric._defaults}
             if check is not None:
                 own |= {key: getattr(metric, key) for key in check.replaced()}
@@ -144,10 +141,11 @@ class MetricStates:
             counts: Number of updates of each metric object.
         """
         with ExitStack() as stack:
-            for metric, own, count in zip(self.metrics.values(), self._lent, counts, strict=True):
-                values = {**own, "_update_count": count, "_defaults": dict(metric._defaults)}
-                states = [name for name in metric._defaults if name in vars(metric)]
-                stack.enter_context(attributes_replaced(metric, values, (*_OF_USES, *states)))
+            for use, count in zip(self.uses, counts, strict=True):
+                defaults = use.metric._defaults
+                values = {**use.lent, "_update_count": count, "_defaults": dict(defaults)}
+                states = [name for name in defaults if name in vars(use.metric)]
+                stack.enter_context(attributes_replaced(use.metric, values, (*_OF_USES, *states)))
             for check in self._checks.values():
                 stack.enter_context(attributes_replaced(check, {"_defaults": dict(check._defaults)}, ("flag",)))
             for collection in self._collections:

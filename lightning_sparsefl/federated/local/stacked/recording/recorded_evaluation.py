@@ -16,8 +16,8 @@ from lightning_sparsefl.federated.local.stacked.metrics.states import MetricRows
 from lightning_sparsefl.federated.local.stacked.recording.captured import Capture, CapturedOperations
 from lightning_sparsefl.federated.local.stacked.recording.effects import Effects, with_effects
 from lightning_sparsefl.federated.local.stacked.recording.operations import Operations
-from lightning_sparsefl.federated.local.stacked.recording.tracing import restored, trace
-from lightning_sparsefl.sparse.modes import random_restored
+from lightning_sparsefl.federated.local.stacked.recording.tracing import trace
+from lightning_sparsefl.sparse.modes import random_restored, restored
 
 
 @dataclass

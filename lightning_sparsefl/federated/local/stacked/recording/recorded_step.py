@@ -18,7 +18,8 @@ from lightning_sparsefl.federated.local.stacked.leaves import layout_of, tensors
 from lightning_sparsefl.federated.local.stacked.recording.captured import Capture, CapturedOperations
 from lightning_sparsefl.federated.local.stacked.recording.effects import Effects, with_effects
 from lightning_sparsefl.federated.local.stacked.recording.operations import Operations
-from lightning_sparsefl.federated.local.stacked.recording.tracing import restored, trace
+from lightning_sparsefl.federated.local.stacked.recording.tracing import trace
+from lightning_sparsefl.sparse.modes import restored
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -122,20 +122,3 @@ def _hidden(module: LightningModule, optimizer: torch.optim.Optimizer | None, un
     finally:
         for (table, name), value in zip(owners, before, strict=True):
             table[name] = value
-
-
-@contextmanager
-def restored(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Restore the values of tensors that are written into within the context.
-
-    Args:
-        tensors: The tensors.
-    """
-    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in before:
-                if not torch.equal(tensor, value):  # a tensor that repeats a row cannot be written, nor has it been
-                    tensor.copy_(value)
