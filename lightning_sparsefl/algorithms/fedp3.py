@@ -120,7 +120,8 @@ class FedP3(FederatedAlgorithm):
 
     def _largest(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the mask of a tensor's largest weights; all of a bias."""
-        count = max(1, floor_count(self.keep, weight.numel())) if weight.dim() > 1 else weight.numel()
+        size = weight.numel()
+        count = min(size, max(1, floor_count(self.keep, size))) if weight.dim() > 1 else size
         return keep_largest(weight.abs(), count)
 
     def may_vote(self, message: Message) -> Masks:

@@ -116,7 +116,7 @@ class PerFedMask(FederatedAlgorithm):
         parameters = without(weights, fleet.buffers)
         head = head_of(parameters, self.head, fleet.uses, "with `algorithm.head`") if self.freeze_head else ()
         require_passable(weights, head)
-        body = without(fleet.trained(weights), head)
+        body = {name: weight for name, weight in without(fleet.trained(weights), head).items() if weight.numel()}
         if not body:
             raise InvalidOption(
                 f"The head {list(head)} is the whole model that trains; name a part of it with `algorithm.head`."

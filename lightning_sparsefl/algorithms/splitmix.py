@@ -234,8 +234,8 @@ def _check_split(
             raise InvalidOption(f"The units of `{group.name}` cannot be split: {group.masks_only}.")
     split = {slot.name for group in groups for slot in group.slots}
     heads = {name.rpartition(".")[0] for name in outputs}
-    for name in weights:
-        if name not in split and name not in buffers and name.rpartition(".")[0] not in heads:
+    for name, weight in weights.items():
+        if weight.numel() and name not in split and name not in buffers and name.rpartition(".")[0] not in heads:
             raise InvalidOption(
                 f"`{name}` has no units, so that all base networks would share it; expected a model whose hidden "
                 "layers can all be split (option `model`)."

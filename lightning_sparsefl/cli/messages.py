@@ -156,7 +156,7 @@ def _no_name(problem: Problem, match: re.Match[str]) -> str:
 
 
 def _no_value(problem: Problem, match: re.Match[str]) -> str:
-    name = match[1].rpartition("/")[2]  # the long one
+    name = match[1].rpartition("/")[2].removesuffix("+")  # the long one
     return f"No value for `{name}`; expected {name} VALUE"
 
 

@@ -314,9 +314,12 @@ class FederatedDataModule(L.LightningDataModule):
         if fraction == 0:
             return 0
         if size < 2:
+            has_least = hasattr(self.partition, "min_examples")
+            ways = "set `data.partition.min_examples` to 2" if has_least else "change `data.partition`"
+            instead = "set it to 0" if option == "val_fraction" else "set it to 0 and give `data.test`"
             raise InvalidOption(
                 f"`data.{option}` is {fraction}, which needs at least 2 examples per client, but client {client} has "
-                f"{size}; lower `data.num_clients`, change `data.partition`, or set `data.{option}` to 0."
+                f"{size}; {ways}, lower `data.num_clients`, or {instead}."
             )
         return min(max(round(fraction * size), 1), size - 1)
 

@@ -25,6 +25,7 @@ def mask_figure(masks: Mapping[str, Tensor], epoch: int, unit: str = "epoch") ->
         epoch: Number of the epoch, for the title.
         unit: Word for `epoch` in the title.
     """
+    masks = {name: mask for name, mask in masks.items() if mask.numel()}
     shown = dict(list(masks.items())[:_MAX_LAYERS])
     rows = -(-len(shown) // _COLUMNS)
     figure = Figure(figsize=(WIDTH, 0.5 + 1.2 * rows), layout="constrained")

@@ -46,13 +46,14 @@ def ceil_count(fraction: float, total: int) -> int:
 
 
 def maskable(weights: Weights) -> tuple[str, ...]:
-    """Return the names of the tensors with two or more dimensions.
+    """Return the names of the tensors with two or more dimensions, but for those without elements.
 
     Example:
-        >>> maskable({"conv.weight": torch.zeros(4, 1, 3, 3), "conv.bias": torch.zeros(4)})
+        >>> shapes = {"conv.weight": (4, 1, 3, 3), "conv.bias": (4,), "none.weight": (0, 4)}
+        >>> maskable({name: torch.zeros(shape) for name, shape in shapes.items()})
         ('conv.weight',)
     """
-    return tuple(name for name, value in weights.items() if value.dim() >= 2)
+    return tuple(name for name, value in weights.items() if value.dim() >= 2 and value.numel())
 
 
 def prunable(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from lightning_sparsefl.sparse.density import maskable
 from lightning_sparsefl.types import Weights
 
 _LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
@@ -57,7 +58,8 @@ def signed_constants(weights: Weights) -> tuple[str, ...]:
         >>> signed_constants({**layer, "norm.weight": torch.ones(2), "b.weight": torch.randn(2, 4)})
         ('a.weight', 'a.bias')
     """
-    layers = {name: w[0].numel() for name, w in weights.items() if w.dim() > 1 and _is_constant(w, w[0].numel())}
+    layers = {name: weights[name][0].numel() for name in maskable(weights)}
+    layers = {name: fan_in for name, fan_in in layers.items() if _is_constant(weights[name], fan_in)}
     fans = {name.rpartition(".")[0]: fan_in for name, fan_in in layers.items()}
 
     def is_bias(name: str, value: Tensor) -> bool:

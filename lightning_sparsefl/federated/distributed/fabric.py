@@ -97,6 +97,8 @@ def build_fabric(
         num_nodes = 1  # its machines may come and go, and differ in size: only its number of processes counts
     if devices == "auto" and local is not None:
         devices = _adopted_devices(local, workers_per_device)
+    if isinstance(devices, int) and devices < 1 and devices != -1:
+        raise InvalidOption(f"`trainer.devices` is {devices}; expected a whole number >= 1, -1 or 'auto'.")
     probe = _fabric(accelerator=accelerator, devices=devices)
     if probe.device.type == "mps":
         accelerator, probe = _cpu_instead(accelerator, devices)

@@ -372,7 +372,10 @@ class ClientWorker:
 
     def _prepare_scoring(self, weights: Weights, loader: Any, split: Split, key: tuple[int | str, ...]) -> None:
         if loader is None:
-            raise InvalidOption(f"The data has no {split} set for a client; set `data.val_fraction` above 0.")
+            raise InvalidOption(
+                f"The data has no {split} set for a client, as scores of it need, such as that of `federation.select`; "
+                "set `data.val_fraction` above 0."
+            )
         self.load(weights)
         seed_all(*key)
         _seed_generators(loader, key)
