@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.sparse.containers import ContainerStates, fill
 from lightning_sparsefl.sparse.modes import random_restored
 
 
@@ -120,7 +121,11 @@ def first_samples(batch: Any, number: int = 2) -> Any:
 
 @contextmanager
 def trial(module: LightningModule) -> Iterator[None]:
-    """Disable logging, and restore buffers, metrics and random states (torch, NumPy, Python) afterwards."""
+    """Disable logging, and restore attributes, buffers, metrics and random states (torch, NumPy, Python) afterwards."""
+    attributes, containers = [(child, dict(vars(child))) for child in module.modules()], ContainerStates()
+    for _, own in attributes:
+        for name, value in own.items():
+            containers.add(value, name)
     parts = [part for part in module.modules() if isinstance(part, LightningModule)]
     metrics = [(m, vars(m) | _copied(m.metric_state)) for m in module.modules() if isinstance(m, Metric)]
     buffers = [
@@ -141,9 +146,11 @@ def trial(module: LightningModule) -> Iterator[None]:
             for child, name, buffer, value in buffers:
                 buffer.copy_(value)
                 child._buffers[name] = buffer  # which the step may have replaced
-        for metric, attributes in metrics:
-            vars(metric).clear()
-            vars(metric).update(attributes)
+        for child, own in attributes:
+            fill(vars(child), own)
+        containers.restore()
+        for metric, own in metrics:
+            fill(vars(metric), own)
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

@@ -104,7 +104,6 @@ class Judged(L.LightningModule):
         self.grouped = MetricCollection(copy.deepcopy(accuracies))
         self.kept, self.at_update, self.at_compute = Kept(), Best("update"), Best("compute")
         self.decided = Decided()
-        self.seen = 0
 
     def forward(self, images):
         return self.net(images)
@@ -235,11 +234,6 @@ def keeps_at_compute(module, logits, targets):
     module.log("best", module.at_compute)
 
 
-def counts(module, logits, targets):
-    module.seen += 1
-    module.log("loss", F.cross_entropy(logits, targets))
-
-
 def decides_at_compute(module, logits, targets):
     module.decided.update(logits)
     module.log("share", module.decided)
@@ -319,7 +313,6 @@ MODELS = {
     "keeps at an update": lambda: Judged(keeps_at_update),
     "keeps at a value": lambda: Judged(keeps_at_compute),
     "decides at a value": lambda: Judged(decides_at_compute),
-    "counts": lambda: Judged(counts),
     "ended": lambda: Ended(updates),
     "hooked": lambda: Hooked(updates),
     "reads at the end": lambda: Reading(by_tensors),
@@ -367,7 +360,6 @@ def test_keys_that_some_clients_do_not_log(tmp_path, sizes):
         ("keeps at an update", r"keeps a tensor in `self.at_update.best`, which all clients share"),
         ("keeps at a value", r"keeps a tensor in `self.at_compute.best`, which all clients share"),
         ("gives NaN", r"gives the metric object `self.mean` NaN, or labels that are out of range"),
-        ("counts", r"changes the number `self.seen`, which all clients share"),
         ("hooked", r"`Hooked` overrides `on_validation_batch_end`, which is written for one client"),
         ("reads at the end", r"`on_validation_epoch_end`, which asks for `trainer.callback_metrics`, of which each"),
         ("rounds at the end", r"is followed by `on_validation_epoch_end`, which reads a number out of a tensor"),

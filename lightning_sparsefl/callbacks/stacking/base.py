@@ -79,6 +79,8 @@ class StackedCallback:
 
     per_client: ClassVar[tuple[str, ...]] = ()
     in_order: ClassVar[tuple[str, ...]] = ()
+    views_module: ClassVar[bool] = False
+    """Whether the callback may read attributes of the module, which are then those that all clients share."""
 
     def rows(self, low: int, high: int) -> StackedCallback:
         """Return the part for the clients from `low` to before `high`, whose tensors are views.

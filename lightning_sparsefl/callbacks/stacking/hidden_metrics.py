@@ -24,6 +24,7 @@ class SharedCount:
         value: Number of updates.
         note: Function that is called when the number is read.
         is_same: Whether all clients have had an update, or none has.
+        asked: Function that is called when somebody asks whether there has been an update.
 
     Example:
         >>> reads = []
@@ -34,8 +35,10 @@ class SharedCount:
         (2.0, tensor([0.2500, 0.2500]), 2)
     """
 
-    def __init__(self, value: int, note: Callable[[], object], is_same: bool) -> None:
-        self.value, self._note, self._is_same = value, note, is_same
+    def __init__(
+        self, value: int, note: Callable[[], object], is_same: bool, asked: Callable[[], object] = lambda: None
+    ) -> None:
+        self.value, self._note, self._is_same, self._asked = value, note, is_same, asked
 
     def read(self) -> int:
         """Return the number, and note that it is read."""
@@ -44,11 +47,12 @@ class SharedCount:
 
     def __add__(self, number: int) -> SharedCount:
         """Return the number after further updates."""
-        return SharedCount(self.value + number, self._note, self._is_same)
+        return SharedCount(self.value + number, self._note, self._is_same, self._asked)
 
     def __gt__(self, number: Any) -> bool:
         """Return whether the number is larger."""
         if self._is_same and type(number) is int and number == 0:
+            self._asked()
             return self.value > 0
         return bool(self.read() > _plain(number))
 

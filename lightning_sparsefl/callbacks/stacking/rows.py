@@ -234,6 +234,7 @@ class StackedRows(StackedCallback):
     """
 
     in_order = ("places",)
+    views_module = True
 
     def __init__(self, callbacks: Sequence[Callback], module: Any, totals: Sequence[int]) -> None:
         pairs = zip(callbacks, totals, strict=True)

@@ -16,6 +16,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.local.metric_attributes import MetricAttributes
+from lightning_sparsefl.sparse.containers import CONTAINERS, ContainerStates, is_large
 
 _OF_USERS = {
     "_automatic_optimization",
@@ -128,19 +129,19 @@ _PLAIN = (bool, float, int, str)
 _OF_STEPS = {"_need_device_dtype_check_for_fused", "_opt_called"}
 """Attributes of an optimizer that its steps set."""
 _messages = WarningCache()
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Tables of a module's hooks."""
 _NO_HOOKS: dict[int, Any] = {}
-_CONTAINERS = (list, dict, set)
 
 
 class ModuleState:
     """Snapshot of a module's state other than tensors, to undo the changes of one client before the next.
 
     It covers `requires_grad` and hooks of parameters, training modes, forward and backward hooks of submodules,
-    attributes of the user's modules, public ones of other modules, those of metrics that are not states, buffers that
-    were registered or filled, and the number of modules in a ``ModuleList`` or ``ModuleDict``. Changes inside an object
-    are not undone, but for those in a metric's own containers; any other list, dict or set whose length has changed is
-    reported once.
+    attributes of the user's modules with the contents of lists, dicts, sets and deques, public attributes of other
+    modules, those of metrics that are not states, buffers that were registered or filled, and the number of modules in
+    a ``ModuleList`` or ``ModuleDict``. Changes inside other objects are not undone; a container of ten thousand items
+    whose length has changed is reported once.
 
     Args:
         module: Module, which must otherwise have the same submodules at :meth:`restore`.
@@ -150,6 +151,7 @@ class ModuleState:
         self._before: list[tuple[str, nn.Module, dict[str, Any]]] = []
         self._parameters: list[tuple[nn.Parameter, bool, dict[int, Any]]] = []
         self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
+        self._containers = ContainerStates()
         self._sizes: list[tuple[str, str, Sized, int]] = []
         self._buffers: list[tuple[nn.Module, dict[str, Any]]] = []
         self._members: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -181,18 +183,24 @@ class ModuleState:
             if value is not None:
                 hooks = value._backward_hooks
                 self._parameters.append((value, value.requires_grad, hooks.copy() if hooks else _NO_HOOKS))
-        self._hooks += [(hooks, hooks.copy() if hooks else _NO_HOOKS) for hooks in map(attributes.__getitem__, _HOOKS)]
+        self._hooks += [(hooks, hooks.copy() if hooks else _NO_HOOKS) for hooks in map(attributes.__getitem__, HOOKS)]
         if not _is_of_torch(module) and not isinstance(module, MetricCollection):
-            self._sizes += [
-                (name, key, value, len(value))
-                for key, value in attributes.items()
-                if type(value) in _CONTAINERS and key not in OF_LIGHTNING
-            ]
+            for key, value in attributes.items():
+                if key in OF_LIGHTNING:
+                    continue
+                self._containers.add(value, f"{name}.{key}")
+                if isinstance(value, CONTAINERS) and is_large(value):
+                    self._sizes.append((name, key, value, len(value)))
 
     def restore(self) -> None:
         """Restore the snapshot."""
         self._restore_flags_and_hooks()
         self._report_sizes()
+        for name in self._containers.restore():
+            _messages.info(
+                f"A client's work has changed the contents of `{name}`, which are restored for the next client; "
+                "log what is to stay with `self.log`."
+            )
         for module, buffers in self._buffers:
             _restore_buffers(module, buffers)
         for now, before in self._members:
@@ -247,15 +255,20 @@ def _restore_buffers(module: nn.Module, before: Mapping[str, Any]) -> None:
 
 def _restore_attributes(module: nn.Module, before: Mapping[str, Any]) -> None:
     now = vars(module)
-    for key in [key for key in now if key not in before and _is_restored(module, key)]:
+    for key in [key for key in now if key not in before and is_restored(module, key)]:
         del now[key]
     for key, value in before.items():
-        if now.get(key, now) is not value and _is_restored(module, key):
+        if now.get(key, now) is not value and is_restored(module, key):
             now[key] = value
 
 
-def _is_restored(module: nn.Module, key: str) -> bool:
-    """Return whether an attribute is restored: not the private ones by which torch and Lightning work."""
+def is_restored(module: nn.Module, key: str) -> bool:
+    """Return whether an attribute is restored after a client: not the private ones by which torch and Lightning work.
+
+    Args:
+        module: The module.
+        key: Name of the attribute.
+    """
     return key[0] != "_" or (key not in OF_LIGHTNING and not _is_of_torch(module))
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-from collections import deque
 from typing import Any
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric, SumMetric
 
+from lightning_sparsefl.sparse.containers import ContainerStates
+
 _OF_METRICS = frozenset({*vars(SumMetric()), "forward", "reset"}) - SumMetric()._defaults.keys()
 """Attributes that torch and torchmetrics set, and methods that a stack replaces."""
-_CONTAINERS = (list, dict, set, deque)
 
 
 def own_attributes(metric: Metric) -> dict[str, Any]:
@@ -49,11 +48,10 @@ class MetricAttributes:
     def __init__(self, metric: Metric) -> None:
         self._metric, self._before = metric, own_attributes(metric)
         self._tensors: list[tuple[Tensor, int, Tensor]] = []
-        self._containers: list[tuple[Any, Any]] = []
-        for value in self._before.values():
-            if isinstance(value, _CONTAINERS):
-                self._containers.append((value, copy.copy(value)))
-            elif isinstance(value, Tensor) and not value.is_inference():
+        self._containers = ContainerStates()
+        for key, value in self._before.items():
+            self._containers.add(value, key)
+            if isinstance(value, Tensor) and not value.is_inference():
                 self._tensors.append((value, value._version, value.detach().clone()))
 
     def restore(self) -> None:
@@ -66,6 +64,4 @@ class MetricAttributes:
             if value._version != version:
                 with torch.no_grad():
                     value.copy_(content)
-        for value, content in self._containers:
-            value.clear()
-            value.extend(content) if isinstance(value, list | deque) else value.update(content)
+        self._containers.restore()

@@ -412,7 +412,7 @@ class Scheduled(Net):
 
     def __init__(self, seen: list[Any]) -> None:
         super().__init__()
-        self.seen = seen
+        self.note = seen.append
 
     def on_train_start(self) -> None:
         self.factor = 2.0
@@ -423,7 +423,7 @@ class Scheduled(Net):
     def training_step(self, batch: Any) -> Tensor:
         trainer, optimizer = self.trainer, self.optimizers()
         batches = (trainer.num_training_batches, trainer.is_last_batch, len(trainer.train_dataloader))
-        self.seen.append((trainer.estimated_stepping_batches, *batches, trainer.max_epochs, self.current_epoch))
+        self.note((trainer.estimated_stepping_batches, *batches, trainer.max_epochs, self.current_epoch))
         self.log("lr", optimizer.param_groups[0]["lr"])
         return super().training_step(batch) * self.factor
 

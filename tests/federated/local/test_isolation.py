@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import os
 from dataclasses import dataclass
@@ -135,11 +136,33 @@ def test_a_gradient_hook_that_a_client_removes_comes_back() -> None:
     assert calls == [1]
 
 
-def test_a_container_that_grows_is_reported_once_by_name(
+def test_the_contents_of_containers_come_back_with_a_message(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(isolation, "_messages", type(isolation._messages)())
+    caplog.set_level(logging.INFO)
+    module = Net()
+    module.found = {"losses": [0.5], "names": {"a"}, "last": collections.deque([1], maxlen=2)}
+    state = ModuleState(module)
+    module.found["losses"].append(1.5)
+    module.found["names"].add("b")
+    module.found["last"].extend([2, 3])
+    module.found["number"] = 2
+    module.seen.append(1)
+    state.restore()
+    assert module.found == {"losses": [0.5], "names": {"a"}, "last": collections.deque([1])}
+    assert module.found["last"].maxlen == 2
+    assert module.seen == [0]
+    said = [record.message for record in caplog.records]
+    assert all(any(f"`Net.{name}`, which are restored" in text for text in said) for name in ("found", "seen"))
+
+
+def test_a_large_container_that_grows_is_reported_once_by_name(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(isolation, "_messages", type(isolation._messages)())
     module = Net()
+    module.seen = list(range(10_000))
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             state = ModuleState(module)

@@ -110,7 +110,8 @@ class BatchPass:
         fixed = [leaf for _, leaf in leaves if not leaf.requires_grad]
         before = [(tensor, tensor._version, tensor.clone()) for tensor in (*counters, *fixed)]
         try:
-            with self.log.aside(), self.metrics.kept(), random_restored(self.part.leaves.values()):
+            kept = (self.metrics.kept(), self.part.attributes.kept())
+            with self.log.aside(), kept[0], kept[1], random_restored(self.part.leaves.values()):
                 yield
         finally:
             for tensor, version, value in before:

@@ -25,6 +25,7 @@ from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
 from lightning_sparsefl.federated.local.isolation import Settings, restore_trainer_refs
 from lightning_sparsefl.federated.local.round_lr import ScaleLearningRates
 from lightning_sparsefl.federated.local.stacked.asked_loop import AskedLoop
+from lightning_sparsefl.federated.local.stacked.attributes import ChangedAttributes
 from lightning_sparsefl.federated.local.stacked.batch_pass import BatchPass
 from lightning_sparsefl.federated.local.stacked.hooks import call_hook
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
@@ -36,7 +37,7 @@ from lightning_sparsefl.federated.local.stacked.reader import ClientReader
 from lightning_sparsefl.federated.local.stacked.recording.recorded_step import TrainingPass
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder, is_same_structure, structure_of
 from lightning_sparsefl.federated.local.stacked.rules import KEPT_ELSEWHERE, OtherTensors
-from lightning_sparsefl.federated.local.stacked.stack_reader import samples_of, stack_reader
+from lightning_sparsefl.federated.local.stacked.stack_reader import equal_ranges, samples_of, stack_reader
 from lightning_sparsefl.federated.local.stacked.undo import ModuleStates, require_same_settings
 from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.types import Masks, Weights
@@ -131,11 +132,16 @@ class StackedFit:
     Args:
         trainer: Trainer that the module sees, without callbacks and loggers.
         requests: Requests of the clients, by falling number of samples.
+        changed: Attributes that are known to be changed by steps, which are then not recorded.
         recorder: Recorder of the module's steps; None = each batch calls the training step.
     """
 
     def __init__(
-        self, trainer: StackTrainer, requests: Sequence[StackedRequest], recorder: PassRecorder | None = None
+        self,
+        trainer: StackTrainer,
+        requests: Sequence[StackedRequest],
+        changed: ChangedAttributes,
+        recorder: PassRecorder | None = None,
     ) -> None:
         self.trainer, self.requests = trainer, requests
         self.module, self.size = trainer.lightning_module, len(requests)
@@ -148,11 +154,12 @@ class StackedFit:
         self._callbacks: list[tuple[StackedCallback, Sequence[Callback]]] = [
             (stacked(chain, self.module, totals), chain) for chain, kind in kinds if kind is not ScaleLearningRates
         ]
-        self.whole = StackedModule(self.module, self.size, self._shared())
+        views = any(callback.views_module for callback, _ in self._callbacks)
+        self.whole = StackedModule(self.module, self.size, self._shared(), () if views else changed.names)
         self._batches = max(request.reader.batches for request in requests)
         self.loop = AskedLoop(trainer, None, None, requests[0].epochs, -1)
         acts = any(callback.acts_in_pass for callback, _ in self._callbacks)
-        self._recorder = None if acts else recorder
+        self._recorder = None if acts or changed.names else recorder
         self._parts: dict[tuple[int, int], _Part] = {}
         """Clients that have stepped together, by the first place and the place after the last one."""
         self._hooked = False
@@ -173,6 +180,7 @@ class StackedFit:
         with self._started(self._batches):
             self._hook("on_train_start")
             self._epochs()
+            logged = self.log.metrics(self._metrics)  # before a hook that may reset metric objects
             self._hook("on_train_end")
             self._after_hooks()
             self._require_alike()
@@ -180,7 +188,6 @@ class StackedFit:
         self.trainer._finish()
         for callback, chain in self._callbacks:
             callback.finish(chain)
-        logged = self.log.metrics(self._metrics)
         for place, (request, metrics) in enumerate(zip(self.requests, logged, strict=True)):
             request.result, request.metrics = self.whole.row(place), metrics
             request.steps = self.optimizer.taken[place]
@@ -201,7 +208,7 @@ class StackedFit:
             if high < self.size:
                 raise NotStackable("gets batches of other shapes from other clients")
             one = self._pass_of(self._caller(), self._part(low, high), low, high, batch, 0)
-            run_backward(self._losses(one, alike=True).sum())
+            run_backward(self._losses(one).sum())
             self._require_no_gradients()
         self.trainer._finish()
         leaves = {name: self.whole.leaves[name] for name in weight_parameters(self.module)}
@@ -348,9 +355,12 @@ class StackedFit:
         """Call a hook of the module for all clients, if the module overrides it."""
         if name not in self.trainer.hooks.overridden:
             return
-        self.loop.set_steps(self.optimizer.taken)
-        with self._for_all():
-            call_hook(name, self.trainer.hooks, self.whole, self.log, self._metrics)
+        for low, high in equal_ranges(self.whole.attributes.phases()):
+            self.loop.set_steps(self.optimizer.taken[low:high])
+            with self._for_all(), self._shared_kept(low, high):
+                call_hook(name, self.trainer.hooks, self._part(low, high).module, self.log, self._metrics, low, high)
+        assert self._states is not None
+        self._states.require_same()
         self._hooked = True
 
     def _after_hooks(self) -> None:
@@ -367,9 +377,10 @@ class StackedFit:
     def _phases(self) -> list[Hashable]:
         """Return what must agree for clients to step together, besides the sizes of their batches."""
         callbacks, counted = [callback for callback, _ in self._callbacks], self.loop.counted
+        clients = enumerate(zip(self.optimizer.taken, self.whole.attributes.phases(), strict=True))
         return [
-            (steps if counted else None, self._metrics.phase(place), *(callback.phase(steps) for callback in callbacks))
-            for place, steps in enumerate(self.optimizer.taken)
+            (own, steps if counted else None, self._metrics.phase(place), *(each.phase(steps) for each in callbacks))
+            for place, (steps, own) in clients
         ]
 
     def _schedule(self, interval: Literal["step", "epoch"], number: int) -> None:
@@ -469,31 +480,33 @@ class StackedFit:
         """Give the clients of a batch their gradients by calling the module's training step."""
         for callback in callbacks:
             callback.before_pass(one)
-        run_backward(self._losses(one, alike=one.part is self.whole).sum())
+        run_backward(self._losses(one).sum())
         if not self.checked:
             self._require_alike()
             self.checked = True
 
-    def _losses(self, one: BatchPass, alike: bool) -> Tensor:
-        """Return the losses of a batch of each client.
-
-        Args:
-            one: The batches.
-            alike: Whether they are those of all clients, so that the step may set the optimizer's options, and modes.
-        """
+    @contextmanager
+    def _shared_kept(self, low: int, high: int) -> Iterator[None]:
+        """Refuse to change what all clients share in the context, in which those from `low` to before `high` act."""
+        if (low, high) == (0, self.size):
+            yield
+            return
         optimizer = self.optimizer.optimizer
-        options = None if alike else options_of(optimizer)
-        structure = None if alike else structure_of(self.module)
-        with self._for_all():
-            losses = one.train()
-        if options is not None and options_of(optimizer) != options:
+        options, structure = options_of(optimizer), structure_of(self.module)
+        yield
+        if options_of(optimizer) != options:
             raise NotStackable("sets options of the optimizer, which all clients share")
-        if structure is not None and not is_same_structure(structure_of(self.module), structure):
+        if not is_same_structure(structure_of(self.module), structure):
             raise NotStackable("changes layers of the module, their modes or their hooks, which all clients share")
+
+    def _losses(self, one: BatchPass) -> Tensor:
+        """Return the losses of a batch of each client."""
+        with self._for_all(), self._shared_kept(self.log.low, self.log.high):
+            losses = one.train()
         if self.trainer.should_stop:
             raise NotStackable("sets `trainer.should_stop`, which stops all clients")
-        if not self.checked:
-            self._require_unchanged()
+        assert self._states is not None
+        self._states.require_same() if self.checked else self._require_unchanged()
         return losses
 
 
@@ -534,11 +547,23 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
+def rewind(requests: Sequence[StackedRequest]) -> None:
+    """Let the readers of requests begin anew, after a fit that failed.
+
+    Args:
+        requests: Requests of the clients.
+    """
+    for request in requests:
+        request.result = {}
+        request.reader.rewind()
+
+
 def fit_stack(
     engine: FastEngine,
     module: LightningModule,
     datamodule: Any,
     requests: Sequence[StackedRequest],
+    changed: ChangedAttributes,
     recorder: PassRecorder | None = None,
 ) -> bool:
     """Fit several clients as one.
@@ -548,12 +573,13 @@ def fit_stack(
         module: Module of the user; left as it was.
         datamodule: Object that becomes `trainer.datamodule`.
         requests: Requests of the clients, by falling number of samples.
+        changed: Attributes that are known to be changed by steps.
         recorder: Recorder of the module's steps; None = each batch calls the training step.
 
     Returns:
         Whether the module has asked for the number of batches.
     """
-    with stacked_fit(engine.for_epochs(requests[0].epochs), module, datamodule, requests, recorder) as fit:
+    with stacked_fit(engine.for_epochs(requests[0].epochs), module, datamodule, requests, changed, recorder) as fit:
         fit.run()
     return fit.loop.asked
 
@@ -564,6 +590,7 @@ def stacked_fit(
     module: LightningModule,
     datamodule: Any,
     requests: Sequence[StackedRequest],
+    changed: ChangedAttributes,
     recorder: PassRecorder | None = None,
 ) -> Iterator[StackedFit]:
     """Return a fit of several clients, whose changes of the module's attributes are undone if it fails.
@@ -573,12 +600,13 @@ def stacked_fit(
         module: Module of the user; left as it was.
         datamodule: Object that becomes `trainer.datamodule`.
         requests: Requests of the clients, by falling number of samples.
+        changed: Attributes that are known to be changed by steps.
         recorder: Recorder of the module's steps; None = each batch calls the training step.
     """
     trainer = StackTrainer(engine.options, engine.fabric, module, (), (), datamodule, engine.precision, engine.samples)
     seed_all(*requests[0].key, "stack")
     with restore_trainer_refs(module, ()), trainer.running(), functions_for_clients():
-        fit = StackedFit(trainer, requests, recorder)
+        fit = StackedFit(trainer, requests, changed, recorder)
         try:
             yield fit
         except Exception:

@@ -15,7 +15,8 @@ from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.exchange.failures import is_out_of_memory
 from lightning_sparsefl.federated.local.engines import FastEngine
-from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, stacked_fit
+from lightning_sparsefl.federated.local.stacked.attributes import ChangedAttributes
+from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, rewind, stacked_fit
 from lightning_sparsefl.federated.local.stacked.reader import reader_of
 from lightning_sparsefl.federated.local.stacked.reasons import reason_of
 from lightning_sparsefl.federated.local.stacked.trials.step_trial import EXACT, ROUNDED, difference, moved_weights
@@ -38,10 +39,11 @@ class StackGradients:
     Args:
         worker: Worker whose engine, module and data are used.
         asked: Whether the user has asked for stacks, and is told what cannot be stacked.
+        changed: Attributes that are known to be changed by steps; others that are found are added.
     """
 
-    def __init__(self, worker: ClientWorker, asked: bool) -> None:
-        self._worker, self._asked, self._tried = worker, asked, False
+    def __init__(self, worker: ClientWorker, asked: bool, changed: ChangedAttributes) -> None:
+        self._worker, self._asked, self._changed, self._tried = worker, asked, changed, False
         self._reason: str | None = None
         """Why gradients are not computed as stacks, as a clause; None if they are."""
 
@@ -82,7 +84,7 @@ class StackGradients:
         worker = self._worker
         try:
             with worker._warning_once():
-                differentiate_stack(cast(FastEngine, worker.engine), worker.module, group)
+                self._differentiate(group)
         except Exception as error:  # each client raises its own alone
             for request in group:
                 request.result = {}
@@ -91,6 +93,10 @@ class StackGradients:
                 self._tell(f"those of {len(group)} do not fit into the memory; lower `federation.stack_size`")
             elif not isinstance(error, InvalidOption):
                 self._tell(f"`{type(worker.module).__name__}.training_step` {reason_of(error)}")
+
+    def _differentiate(self, requests: Sequence[GradientRequest]) -> None:
+        engine, module, changed = cast(FastEngine, self._worker.engine), self._worker.module, self._changed
+        changed.repeat(lambda: differentiate_stack(engine, module, requests, changed), lambda: rewind(requests))
 
     def _tell(self, clause: str) -> None:
         _messages.warn(f"The clients' gradients are computed one after another, since {clause}.")
@@ -106,7 +112,7 @@ class StackGradients:
                 alone = [worker.differentiate(model, self._loader()) for model in models]
                 requests = [_request(place, ("trial",), model, self._loader()) for place, model in enumerate(models)]
                 worker.load({name: torch.full_like(tensor, torch.nan) for name, tensor in first.items()})  # not for use
-                differentiate_stack(cast(FastEngine, worker.engine), worker.module, requests)
+                self._differentiate(requests)
         except Exception as error:
             return reason_of(error)
         finally:
@@ -127,15 +133,18 @@ def _request(client: int, key: tuple[int | str, ...], weights: Weights, loader: 
     return GradientRequest(client, key, weights, [], reader_of(loader, 1.0), 1)
 
 
-def differentiate_stack(engine: FastEngine, module: LightningModule, requests: Sequence[GradientRequest]) -> None:
+def differentiate_stack(
+    engine: FastEngine, module: LightningModule, requests: Sequence[GradientRequest], changed: ChangedAttributes
+) -> None:
     """Compute the gradients of several clients as one, in evaluation mode.
 
     Args:
         engine: Engine that computes the gradient of a client alone, whose options hold for the stack.
         module: Module of the user; left as it was.
         requests: Requests of the clients.
+        changed: Attributes that are known to be changed by steps.
     """
     with modes_restored(module):
         module.eval()
-        with stacked_fit(engine, module, None, requests) as fit:
+        with stacked_fit(engine, module, None, requests, changed) as fit:
             fit.differentiate()

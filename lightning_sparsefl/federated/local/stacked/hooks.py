@@ -16,15 +16,19 @@ EVALUATION_HOOKS = frozenset(f"on_{stage}_{time}" for stage in ("validation", "t
 """Hooks of an evaluation that have no arguments."""
 
 
-def call_hook(name: str, hooks: Hooks, whole: StackedModule, log: StackedLog, metrics: MetricStates) -> None:
-    """Call a hook of the module for all clients at once.
+def call_hook(
+    name: str, hooks: Hooks, part: StackedModule, log: StackedLog, metrics: MetricStates, low: int, high: int
+) -> None:
+    """Call a hook of the module for several clients at once.
 
     Args:
         name: Name of the hook, which the module overrides.
         hooks: Caller of the hooks.
-        whole: Tensors of all clients.
+        part: Tensors of the clients from `low` to before `high`.
         log: Receiver of what the hook logs.
         metrics: States of the metric objects of all clients.
+        low: First client.
+        high: Client after the last one.
 
     Raises:
         NotStackable: If the hook fails for several clients at once.
@@ -32,12 +36,12 @@ def call_hook(name: str, hooks: Hooks, whole: StackedModule, log: StackedLog, me
 
     def run(batch: None, level: int) -> None:
         log.level = level
-        with metrics.part(0, whole.size).shown(level):
+        with metrics.part(low, high).shown(level):
             hooks.call_module(name)
 
     try:
-        with log.of_hook(name):
-            whole.call(run, None)
+        with log.of_hook(name, low, high):
+            part.call(run, None)
     except Exception as error:
         if is_out_of_memory(error):
             raise

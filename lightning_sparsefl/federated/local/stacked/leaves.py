@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparsefl.federated.local.stacked import functorch
+from lightning_sparsefl.federated.local.stacked.attributes import AttributeStates
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 from lightning_sparsefl.federated.local.stacked.rules import FlatViews, LayerRules, OtherTensors
 
@@ -29,10 +30,18 @@ class StackedModule:
         module: Module of the user.
         size: Number of clients.
         shared: Names of tensors that are the same for all clients, and that nothing changes.
+        changed: Attributes that steps change, so that each client has its own: path of a submodule, and name.
     """
 
-    def __init__(self, module: nn.Module, size: int, shared: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        size: int,
+        shared: Collection[str] = (),
+        changed: Collection[tuple[str, str]] = (),
+    ) -> None:
         self.module, self.size, self.shared = module, size, frozenset(shared)
+        self.attributes = AttributeStates(module, changed, size).part(0, size)
         self.leaves: dict[str, Tensor] = {}
         self.slots: list[Slot] = []
         self.own: dict[str, Tensor] = {}
@@ -95,7 +104,7 @@ class StackedModule:
         if (low, high) == (0, self.size):
             return self
         part = copy.copy(self)
-        part.size = high - low
+        part.size, part.attributes = high - low, self.attributes.states.part(low, high)
         part.leaves = {
             name: _alias(leaf.detach()[low:high]).requires_grad_(leaf.requires_grad)
             for name, leaf in self.leaves.items()
@@ -118,18 +127,20 @@ class StackedModule:
         if self.size == 1:  # without a level, a step of one client takes half the time
             batch = map_tensors(batch, lambda tensor: tensor.squeeze(0))
             tensors = {name: self._seen(name, leaf.squeeze(0)) for name, leaf in self.leaves.items()}
-            with self._shown(tensors), OtherTensors(self.own_ids), FlatViews() if self.convolves else nullcontext():
+            flat = FlatViews() if self.convolves else nullcontext()
+            with self.attributes.shown(0), self._shown(tensors), OtherTensors(self.own_ids), flat:
                 return map_tensors(function(batch, 0), lambda tensor: tensor.unsqueeze(0))
         with functorch.vmap_level(self.size) as level:
             batch = map_tensors(batch, lambda tensor: functorch.wrap(*self._laid_out(tensor), level))
             with (
+                self.attributes.shown(level),
                 self._shown(self._views(level)),
                 LayerRules(self.size, level, self.own_ids),
                 NotStackable.noted() as noted,
             ):
                 output = function(batch, level)
             if noted:
-                raise NotStackable(noted[0])
+                raise noted[0]
             return map_tensors(output, lambda tensor: unwrapped(tensor, level, self.size))
 
     def _views(self, level: int) -> dict[str, Tensor]:

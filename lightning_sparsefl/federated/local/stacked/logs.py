@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -19,23 +21,45 @@ from lightning_sparsefl.federated.local.stacked import functorch
 class NotStackable(Exception):
     """A training step does something that has no meaning for several clients at once; the text is a clause."""
 
-    _noted: ClassVar[list[str] | None] = None
+    _noted: ClassVar[list[Exception] | None] = None
 
     def __init__(self, clause: str) -> None:
         super().__init__(clause)
-        if self._noted is not None:
-            self._noted.append(clause)
+        self.note(self)
 
-    @classmethod
+    @staticmethod
+    def note(error: Exception) -> None:
+        """Note an error of a function of torch, which may be that of one client.
+
+        Args:
+            error: The error.
+        """
+        if NotStackable._noted is not None:
+            NotStackable._noted.append(error)
+
+    @staticmethod
     @contextmanager
-    def noted(cls) -> Iterator[list[str]]:
-        """Note the clauses of all errors in the context, also of those that the user's code catches."""
-        before, noted = cls._noted, list[str]()
-        cls._noted = noted
+    def noted() -> Iterator[list[Exception]]:
+        """Note all errors of functions of torch in the context, also those that the user's code catches."""
+        before, noted = NotStackable._noted, list[Exception]()
+        NotStackable._noted = noted
         try:
             yield noted
         finally:
-            cls._noted = before
+            NotStackable._noted = before
+
+
+class ChangesAttribute(NotStackable):
+    """A step changes an attribute of the module, of which each client needs a value of its own.
+
+    Args:
+        clause: Clause that says what the step does.
+        attribute: Path of the submodule, and name of its attribute.
+    """
+
+    def __init__(self, clause: str, attribute: tuple[str, str]) -> None:
+        super().__init__(clause)
+        self.attribute = attribute
 
 
 @dataclass
@@ -49,8 +73,10 @@ class _Entry:
     weights: list[int]
     """Number of samples of each client in this epoch."""
     newest: Tensor
-    logged: list[bool]
-    """Whether each client has logged the key at all."""
+    number: int
+    """Number of keys that were logged first."""
+    epochs: list[int]
+    """Number of the last epoch in which each client has logged the key; -1 for none."""
     earlier: list[float]
     """Reduced values of the last epoch before this one in which the client logged the key."""
 
@@ -59,6 +85,18 @@ class _Entry:
         over = self.total / self.total.new_tensor(self.weights) if self.reduce == "mean" else self.total
         found = zip(over.tolist(), self.weights, self.earlier, strict=True)
         return [now if weight else before for now, weight, before in found]
+
+    def values(self, name: str) -> Iterator[dict[str, float]]:
+        """Iterate over the clients' last values of the key, and of those that are derived from it.
+
+        Args:
+            name: The key.
+        """
+        for newest, reduced in zip(self.newest.tolist(), self.reduced(), strict=True):
+            if self.on_step and self.on_epoch:
+                yield {name: reduced, f"{name}_step": newest, f"{name}_epoch": reduced}
+            else:
+                yield {name: reduced if self.on_epoch else newest}
 
 
 class Logged(NamedTuple):
@@ -91,8 +129,10 @@ class _Object:
     """Values of one key that a metric object is logged as."""
 
     call: LoggedObject
-    logged: list[bool]
-    """Whether each client has logged the key at all."""
+    number: int
+    """Number of keys that were logged first."""
+    epochs: list[int]
+    """Number of the last epoch in which each client has logged the key; -1 for none."""
     in_epoch: list[bool]
     """Whether each client has logged the key in this epoch."""
     earlier: list[float]
@@ -104,6 +144,17 @@ class _Object:
             return self.earlier
         found = zip(states.compute(self.call.metric, self.in_epoch), self.in_epoch, self.earlier, strict=True)
         return [now if logged else before for now, logged, before in found]
+
+    def values(self, name: str, states: ObjectStates) -> Iterator[dict[str, float]]:
+        """Iterate over the clients' last values of the key, and of the one that is derived from it.
+
+        Args:
+            name: The key.
+            states: States of the metric objects.
+        """
+        keys = (name, f"{name}_epoch") if self.call.on_step else (name,)
+        for value in self.reduced(states):
+            yield dict.fromkeys(keys, value)
 
 
 class ObjectStates(Protocol):
@@ -147,6 +198,8 @@ class StackedLog:
     """Metric objects that the step that runs has logged."""
     hook: str = ""
     """Hook of the module that runs; empty in a step."""
+    epoch: int = 0
+    """Number of the epoch, from 1; 0 before the first one."""
     _entries: dict[tuple[str, str], _Entry] = field(default_factory=dict)
     """By hook and key."""
     _objects: dict[tuple[str, str], _Object] = field(default_factory=dict)
@@ -173,6 +226,10 @@ class StackedLog:
             NotStackable: If the value is no metric object, number or tensor of one number, or is reduced otherwise than
                 by mean, sum, minimum or maximum.
         """
+        if self.hook == "on_train_end":
+            raise NotStackable("logs in `on_train_end`")
+        if isinstance(batch_size, Tensor):
+            raise NotStackable(f"logs {name!r} with a tensor as `batch_size`")
         on_step = not self.hook if on_step is None else on_step
         on_epoch = bool(self.hook) if on_epoch is None else on_epoch
         if isinstance(value, Metric):
@@ -200,13 +257,15 @@ class StackedLog:
             self.log(f"{call.name}_step" if call.on_epoch else call.name, value.detach(), on_step=True, batch_size=1)
 
     @contextmanager
-    def of_hook(self, name: str) -> Iterator[None]:
-        """Receive what a hook of the module logs within the context for all clients, as values of an epoch.
+    def of_hook(self, name: str, low: int, high: int) -> Iterator[None]:
+        """Receive what a hook of the module logs within the context for several clients, as values of an epoch.
 
         Args:
             name: Name of the hook.
+            low: First client.
+            high: Client after the last one.
         """
-        self.low, self.high, self.samples, self.hook = 0, self.size, _one, name
+        self.low, self.high, self.samples, self.hook = low, high, _one, name
         try:
             yield
             self.collect()
@@ -264,12 +323,17 @@ class StackedLog:
     def _record_object(self, call: LoggedObject) -> None:
         known = self._objects.get((self.hook, call.name))
         if known is None:
-            never, missing = [False] * self.size, [math.nan] * self.size
-            known = self._objects[self.hook, call.name] = _Object(call, never, list(never), missing)
+            absent, missing = [False] * self.size, [math.nan] * self.size
+            known = _Object(call, self._number, [-1] * self.size, absent, missing)
+            self._objects[self.hook, call.name] = known
         elif known.call.metric is not call.metric or known.call[2:] != call[2:]:
             raise NotStackable(f"logs {call.name!r} with other options than before")
-        for logged in (known.logged, known.in_epoch):
-            logged[self.low : self.high] = [True] * (self.high - self.low)
+        known.epochs[self.low : self.high] = [self.epoch] * (self.high - self.low)
+        known.in_epoch[self.low : self.high] = [True] * (self.high - self.low)
+
+    @property
+    def _number(self) -> int:
+        return len(self._entries) + len(self._objects)
 
     def _record(self, logged: Logged) -> None:
         count, value = self.high - self.low, logged.value
@@ -285,8 +349,9 @@ class StackedLog:
             entry = self._entries[self.hook, logged.name] = self._entry(logged, values)
         elif (entry.on_step, entry.on_epoch, entry.reduce) != (logged.on_step, logged.on_epoch, logged.reduce):
             raise NotStackable(f"logs {logged.name!r} with other options than before")
-        entry.logged[self.low : self.high] = [True] * count
+        entry.epochs[self.low : self.high] = [self.epoch] * count
         if entry.on_step or not entry.on_epoch:
+            entry.newest = entry.newest.to(torch.promote_types(entry.newest.dtype, values.dtype))
             entry.newest[self.low : self.high] = values
         if entry.on_epoch:
             self._reduce(entry, values, logged.batch_size)
@@ -295,8 +360,9 @@ class StackedLog:
         newest = values.new_zeros(self.size)
         total = newest.new_full((self.size,), _STARTS.get(logged.reduce, 0.0))
         total = total.to(torch.promote_types(total.dtype, logged.dtype))  # as Lightning's results
-        never, missing = [False] * self.size, [math.nan] * self.size
-        return _Entry(logged.on_step, logged.on_epoch, logged.reduce, total, [0] * self.size, newest, never, missing)
+        weights, epochs, missing = [0] * self.size, [-1] * self.size, [math.nan] * self.size
+        kind = (logged.on_step, logged.on_epoch, logged.reduce)
+        return _Entry(*kind, total, weights, newest, self._number, epochs, missing)
 
     def _reduce(self, entry: _Entry, values: Tensor, batch_size: int) -> None:
         total = entry.total if values.numel() == self.size else entry.total[self.low : self.high]
@@ -323,7 +389,8 @@ class StackedLog:
         for each in self._objects.values():
             each.earlier, each.in_epoch = each.reduced(states), [False] * self.size
         for each in self._objects.values():
-            states.reset(each.call.metric, each.logged)
+            states.reset(each.call.metric, [epoch >= 0 for epoch in each.epochs])
+        self.epoch += 1
 
     def metrics(self, states: ObjectStates) -> list[dict[str, float]]:
         """Return the last value of each key for each client, as `trainer.callback_metrics` has them after a fit.
@@ -331,24 +398,16 @@ class StackedLog:
         Args:
             states: States of the metric objects.
         """
-        found: list[dict[str, float]] = [{} for _ in range(self.size)]
+        found: list[list[tuple[tuple[int, bool, int], dict[str, float]]]] = [[] for _ in range(self.size)]
         for (_, name), entry in self._entries.items():
-            values = zip(found, entry.logged, entry.newest.tolist(), entry.reduced(), strict=True)
-            for metrics, logged, newest, reduced in values:
-                if not logged:
-                    continue
-                if entry.on_step and entry.on_epoch:
-                    metrics |= {name: reduced, f"{name}_step": newest, f"{name}_epoch": reduced}
-                else:
-                    metrics[name] = reduced if entry.on_epoch else newest
+            for own, epoch, values in zip(found, entry.epochs, entry.values(name), strict=True):
+                own.append(((epoch, entry.on_epoch, entry.number), values))
         for (_, name), each in self._objects.items():
-            if not each.call.on_epoch:
-                continue
-            keys = (name, f"{name}_epoch") if each.call.on_step else (name,)
-            for metrics, logged, value in zip(found, each.logged, each.reduced(states), strict=True):
-                if logged:
-                    metrics |= dict.fromkeys(keys, value)
-        return found
+            if each.call.on_epoch:
+                for own, epoch, values in zip(found, each.epochs, each.values(name, states), strict=True):
+                    own.append(((epoch, True, each.number), values))
+        # of a key that is logged in two places, the value of the later epoch stays, as in Lightning
+        return [dict(chain(*(v.items() for (at, *_), v in sorted(own, key=itemgetter(0)) if at >= 0))) for own in found]
 
 
 @dataclass

@@ -21,7 +21,8 @@ _CLAUSES = (
     (r"inplace|in-place|match the broadcast shape", "writes in place into a tensor that all clients share"),
     (r"Batching rule not implemented for ([\w:]+(?:\.\w+)*)", "uses `{}`, which has no batched form"),
     (r"dynamic shape|nonzero|masked_select|data-dependent", "makes tensors whose shape depends on values"),
-    (r"numpy|storage", LEAVES_TORCH),
+    (r"numpy", LEAVES_TORCH),
+    (r"storage", "copies a tensor as Python does (`copy.deepcopy`)"),
 )
 """Patterns of the errors of ``torch.func``, and clauses that say what a training step does to cause them."""
 

@@ -88,7 +88,14 @@ class LayerRules(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the rule of a function, or the function itself."""
-        kwargs = kwargs or {}
+        try:
+            return self._call(func, args, kwargs or {})
+        except Exception as error:
+            if not isinstance(error, NotStackable):  # which notes itself
+                NotStackable.note(error)
+            raise
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         require_others(args, self._own)
         rule = _RULES.get(func)
         if rule is not None:

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import deque
+from argparse import Namespace
+from collections import UserDict, UserList, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import zip_longest
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import Dataset, IterableDataset
-from torchmetrics import Metric
+from torch.utils.data import Dataset, IterableDataset, Sampler
+from torchmetrics import Metric, MetricCollection
 
-from lightning_sparsefl.federated.local.isolation import OF_LIGHTNING, Settings
+from lightning_sparsefl.federated.local.isolation import OF_LIGHTNING, Settings, is_restored
 from lightning_sparsefl.federated.local.metric_attributes import own_attributes
 from lightning_sparsefl.federated.local.stacked import functorch
-from lightning_sparsefl.federated.local.stacked.logs import NotStackable
+from lightning_sparsefl.federated.local.stacked.logs import ChangesAttribute, NotStackable
+from lightning_sparsefl.sparse.containers import CONTAINERS, fill
 
 _FOREIGN = ("torch", "lightning", "numpy", "lightning_sparsefl.federated")
 """Packages whose objects, such as modules, data and clients, are no part of the state of what holds them."""
+_BASES = (object, Callback, Dataset, IterableDataset, Sampler)
+"""Classes of these packages that users derive classes of objects with a state from."""
+_PLAIN_OBJECTS = (Namespace, SimpleNamespace, UserDict, UserList)
+"""Classes of Python's standard library whose objects have a state of the user."""
 _OF_A_FIT = OF_LIGHTNING | {"trainer", "log", "log_dict", "configure_optimizers"}
 """Attributes of modules that torch, Lightning and a fit set."""
 _LARGE = 2**20
@@ -37,6 +44,15 @@ _GLOBAL = {
     "numpy.random": np.random.get_state.__self__,  # type: ignore[attr-defined]
 }
 """Global random generators of Python and NumPy, which a stack seeds once for all of its clients."""
+
+
+class _Change(NamedTuple):
+    """Something that differs from the state before."""
+
+    clause: str
+    """What a step does to cause it."""
+    name: str = ""
+    """Name of the attribute, if it has another value, or another content of its containers."""
 
 
 class States:
@@ -63,10 +79,10 @@ class States:
         elif isinstance(value, tuple):
             for item in value:
                 self._visit(item, name)
-        elif isinstance(value, (dict, list, set, deque)):
+        elif isinstance(value, CONTAINERS):
             self._note(value, value, name)
         elif self._has_state(value):
-            self._note(value, vars(value), name)
+            self._note(value, _attributes(value), name)
 
     def _copy(self, value: Any) -> Any:
         """Return a copy of a tensor or an array, None for one that is too large, or the state of a generator."""
@@ -77,7 +93,9 @@ class States:
         return _state_of(value)
 
     def _has_state(self, value: Any) -> bool:
-        return hasattr(value, "__dict__") and not isinstance(value, type) and not _is_foreign(type(value))
+        if isinstance(value, type) or not (hasattr(value, "__dict__") or _slots(_kind(value))):
+            return False
+        return not _is_foreign(type(value))
 
     def _note(self, owner: Any, content: Any, name: str) -> None:
         if id(owner) in self._before:
@@ -99,12 +117,10 @@ class States:
                     value[...] = before
             elif isinstance(value, _GENERATORS):
                 _set_state(value, before)
-            elif isinstance(value, list):
-                value[:] = before
+            elif isinstance(value, CONTAINERS):
+                fill(value, before)
             else:
-                content = vars(value) if not isinstance(value, (dict, set, deque)) else value
-                content.clear()
-                content.extend(before) if isinstance(content, deque) else content.update(before)
+                _set_attributes(value, before)
 
 
 class GlobalDraws:
@@ -181,7 +197,8 @@ class ModuleStates(States):
         """Names of iterators, such as generators, whose state can neither be compared nor restored."""
         self._members = {id(child) for child in module.modules()}
         self._owners: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]] = []
-        for path, child in module.named_modules():
+        self._modules = list(module.named_modules())
+        for path, child in self._modules:
             name = f"self.{path}" if path else "self"
             own = _own(child)
             buffers = _buffers_of(child)
@@ -218,26 +235,54 @@ class ModuleStates(States):
 
     def changed(self) -> str | None:
         """Return what differs from the state before, as a clause of what a step does, or None."""
+        change = self._change()
+        return None if change is None else change.clause
+
+    def _change(self) -> _Change | None:
+        """Return the first difference from the state before."""
         for name, child, own, buffers in self._owners:
             now = _own(child) | _buffers_of(child)
             for key in sorted({*now, *own, *buffers}):
                 if not _same(now.get(key), buffers.get(key, own.get(key))):
                     if key in buffers:
-                        return f"assigns the buffer `{name}.{key}` instead of writing into it"
-                    return _clause(f"{name}.{key}", now.get(key))
+                        return _Change(f"assigns the buffer `{name}.{key}` instead of writing into it")
+                    return _Change(_clause(f"{name}.{key}", now.get(key)), f"{name}.{key}")
         written = {id(buffer) for *_, own in self._owners for buffer in own.values()}
         for value, before, name in self._before.values():
-            if not self._is_same(value, before):
-                return f"writes into the buffer `{name}`" if id(value) in written else _clause(name, value, before)
+            if self._is_same(value, before):
+                continue
+            if id(value) in written:
+                return _Change(f"writes into the buffer `{name}`")
+            holder = name.partition("[")[0] if isinstance(value, CONTAINERS) else ""
+            return _Change(_clause(name, value, before), holder)
         return None
 
+    def require_same(self) -> None:
+        """Raise :class:`NotStackable` if anything has changed.
+
+        Raises:
+            ChangesAttribute: If it is an attribute of which each client can have a value of its own.
+        """
+        change = self._change()
+        if change is not None:
+            clause = f"{change.clause}, which all clients share"
+            attribute = self._attribute(change.name)
+            raise NotStackable(clause) if attribute is None else ChangesAttribute(clause, attribute)
+
     def require_unchanged(self) -> None:
-        """Raise :class:`NotStackable` if anything has changed, or random numbers of Python or NumPy were drawn."""
-        clause, drawn_from = self.changed(), self._draws.source()
-        if clause is None and drawn_from is not None:
-            clause = f"draws random numbers from `{drawn_from}`"
-        if clause is not None:
-            raise NotStackable(f"{clause}, which all clients share")
+        """Do as :meth:`require_same`, and raise if random numbers of Python or NumPy were drawn, which takes longer."""
+        self.require_same()
+        drawn_from = self._draws.source()
+        if drawn_from is not None:
+            raise NotStackable(f"draws random numbers from `{drawn_from}`, which all clients share")
+
+    def _attribute(self, name: str) -> tuple[str, str] | None:
+        """Return path and name of an attribute that a client alone does not leave to the next client, or None."""
+        for (path, child), (owner, *_) in zip(self._modules, self._owners, strict=True):
+            key = name.removeprefix(f"{owner}.")
+            if key != name and "." not in key and not isinstance(child, (Metric, MetricCollection)):
+                return (path, key) if is_restored(child, key) else None
+        return None
 
     def _is_same(self, value: Any, before: Any) -> bool:
         if isinstance(value, Tensor):
@@ -246,7 +291,7 @@ class ModuleStates(States):
             return before is None or bool(np.array_equal(value, before, equal_nan=value.dtype.kind in "fc"))
         if isinstance(value, _GENERATORS):
             return _equal_states(_state_of(value), before)
-        content = value if isinstance(value, (dict, list, set, deque)) else vars(value)
+        content = value if isinstance(value, CONTAINERS) else _attributes(value)
         plain = next((kind for kind in (dict, set) if isinstance(content, kind)), list)
         return _same(plain(content), plain(before))  # a subclass may copy itself as the class
 
@@ -300,6 +345,39 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         states.restore()
+
+
+def _kind(value: Any) -> Any:
+    return type(value)
+
+
+@cache
+def _slots(kind: Any) -> frozenset[str]:
+    """Return the names in the `__slots__` of a class and its bases."""
+    found: list[str] = []
+    for base in kind.__mro__:
+        own = vars(base).get("__slots__", ())
+        found += [own] if isinstance(own, str) else own
+    return frozenset(found) - {"__dict__", "__weakref__"}
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object: its ``__dict__`` itself, or a copy with those that are in slots."""
+    own: dict[str, Any] = getattr(value, "__dict__", {})
+    slots = _slots(_kind(value))
+    return {**own, **{name: getattr(value, name) for name in slots if hasattr(value, name)}} if slots else own
+
+
+def _set_attributes(value: Any, before: Mapping[str, Any]) -> None:
+    """Give an object the attributes that it had."""
+    slots = _slots(_kind(value))
+    for name in slots:  # also of a frozen dataclass
+        if name in before:
+            object.__setattr__(value, name, before[name])
+        elif hasattr(value, name):
+            object.__delattr__(value, name)
+    if hasattr(value, "__dict__"):
+        fill(vars(value), {name: own for name, own in before.items() if name not in slots})
 
 
 def _is_equal(value: Any, before: Any) -> bool:
@@ -396,7 +474,7 @@ def _same(now: Any, before: Any) -> bool:
 
 
 def _is_foreign(kind: type) -> bool:
-    names = [base.__module__ for base in kind.__mro__ if base not in (object, Dataset, IterableDataset)]
-    if kind is not SimpleNamespace and names[0].partition(".")[0] in sys.stdlib_module_names:
+    names = [base.__module__ for base in kind.__mro__ if base not in _BASES]
+    if kind not in _PLAIN_OBJECTS and names[0].partition(".")[0] in sys.stdlib_module_names:
         return True  # such as loggers, functions and modules of Python
     return any(name == package or name.startswith(f"{package}.") for name in names for package in _FOREIGN)

@@ -25,7 +25,7 @@ from lightning_sparsefl.federated.exchange.orders import Answer, Split
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.round_lr import ScaleLearningRates
 from lightning_sparsefl.federated.local.stacked import fibers, functorch
-from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, fit_stack
+from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, fit_stack, rewind
 from lightning_sparsefl.federated.local.stacked.gradients import GradientRequest, StackGradients
 from lightning_sparsefl.federated.local.stacked.reader import reader_of
 from lightning_sparsefl.federated.local.stacked.reasons import reason_of
@@ -76,8 +76,10 @@ class StackedWorker(ClientWorker):
         self._recorders = tuple(PassRecorder(self.module, capture) if records else None for _ in range(2))
         """Recorders of the fits and of the evaluations."""
         numbers = self._trial.activations / self._trial.samples
-        self._gradients = StackGradients(self, asked)
-        self._evaluator = StackEvaluator(self, numbers, self._budget // self._element, asked, self._recorders[1])
+        changed = self._trial.changed
+        self._gradients = StackGradients(self, asked, changed)
+        room = self._budget // self._element
+        self._evaluator = StackEvaluator(self, numbers, room, asked, changed, self._recorders[1])
 
     @property
     def can_stack(self) -> bool:
@@ -335,13 +337,15 @@ class StackedWorker(ClientWorker):
         """Fit a stack; one that is out of memory is halved, and the clients of one that fails train alone."""
         started = time.perf_counter()
         before = CallbackStates(callback for request in group for callback in request.callbacks)
-        try:
-            self._fit_stack(group)
-        except Exception as error:
+
+        def undo() -> None:
             before.restore()
-            for request in group:
-                request.result = {}
-                request.reader.rewind()
+            rewind(group)
+
+        try:
+            self._trial.changed.repeat(lambda: self._fit_stack(group), undo)
+        except Exception as error:
+            undo()
             if isinstance(error, InvalidOption):
                 return  # each client raises it alone
             if not is_out_of_memory(error):
@@ -380,7 +384,7 @@ class StackedWorker(ClientWorker):
         if units is not None:  # narrow models of equal keys differ in their weights alone
             module, recorder = cast(LightningModule, cut(module, self.units, units)), None
         with self._warning_once():
-            fit_stack(cast(FastEngine, self.engine), module, self.data, requests, recorder)
+            fit_stack(cast(FastEngine, self.engine), module, self.data, requests, self._trial.changed, recorder)
 
 
 def memory_of_stacks(device: torch.device) -> int:

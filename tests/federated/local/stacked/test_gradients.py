@@ -86,8 +86,8 @@ def sizes():
     """Sizes of the stacks whose gradients were computed."""
     found, before = [], gradients.differentiate_stack
 
-    def noted(engine, module, requests):
-        before(engine, module, requests)
+    def noted(engine, module, requests, changed):
+        before(engine, module, requests, changed)
         found.append(len(requests))
 
     with mock.patch.object(gradients, "differentiate_stack", noted):
@@ -137,8 +137,8 @@ def test_a_stack_that_fails_is_differentiated_alone(error, cleared, clause, tmp_
     calls, before, clear = [], gradients.differentiate_stack, mock.Mock()
     monkeypatch.setattr(PassRecorder, "clear", clear)
 
-    def failing(engine, module, requests):
-        before(engine, module, requests)
+    def failing(engine, module, requests, changed):
+        before(engine, module, requests, changed)
         calls.append(len(requests))
         if len(calls) > 1:
             raise error

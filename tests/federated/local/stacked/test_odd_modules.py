@@ -5,7 +5,6 @@ Clients have unequal numbers of samples, so that stacks have steps of all, of so
 
 from __future__ import annotations
 
-import collections
 import itertools
 import random
 import types
@@ -313,7 +312,7 @@ class KeepsItsOptimizer(Plain):
         return self.optimizer
 
 
-@alone("changes `self.counts`")
+@stacked
 class CountsInADict(Plain):
     def __init__(self):
         super().__init__()
@@ -324,20 +323,19 @@ class CountsInADict(Plain):
         return self.loss(batch) / self.counts["steps"] ** 0.5
 
 
-@alone("changes `self.meter`")
+@alone("changes `self.average`")
 class SumsInAnObject(Plain):
     def __init__(self):
         super().__init__()
-        self.meter, self.average = collections.Counter(), types.SimpleNamespace(loss=0.0)
+        self.average = types.SimpleNamespace(loss=0.0)
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
-        self.meter["loss"] = self.meter["loss"] + loss.detach()
         self.average.loss = 0.5 * self.average.loss + 0.5 * loss.detach()
         return loss
 
 
-@alone("changes `self.first`")
+@stacked
 class KeepsATuple(Plain):
     first = None
 
@@ -431,7 +429,7 @@ class StaysNear(Plain):
         return self.loss(batch) + 0.5 * sum((weight - first).square().sum() for weight, first in pairs)
 
 
-@alone("`configure_optimizers`, which sets options by the values of weights")
+@stacked
 class CountsItsOptimizers(Plain):
     def __init__(self):
         super().__init__()
@@ -471,7 +469,7 @@ class MetricsInADict(Plain):
         return self.loss(batch)
 
 
-@alone("changes the number `self.late`")
+@stacked
 class CountsLate(Plain):
     def __init__(self):
         super().__init__()
@@ -967,7 +965,7 @@ class KeepsItsScheduler(LogsItsRate):
         return optimizers, [self.scheduler]
 
 
-@alone("changes the number `self.epochs`")
+@stacked
 class CountsEpochs(Plain):
     def __init__(self):
         super().__init__()
@@ -1005,7 +1003,7 @@ class LogsLabelsThatDoNotCount(Measured):
         self.log("acc", self.accuracy(logits, labels))
 
 
-@alone("keeps a tensor in `self._example_input_array`")
+@stacked
 class KeepsItsLastBatch(Plain):
     def training_step(self, batch, batch_idx):
         shift = 0 if self.example_input_array is None else self.example_input_array.mean()
@@ -1013,7 +1011,7 @@ class KeepsItsLastBatch(Plain):
         return self.loss(batch) * (1 + 0.1 * shift)
 
 
-@alone("`self.prepare_data_per_node`")
+@stacked
 class TogglesAnOption(Plain):
     def training_step(self, batch, batch_idx):
         self.prepare_data_per_node = not self.prepare_data_per_node
@@ -1407,15 +1405,15 @@ def test_gradients_of_weights_that_are_not_stepped_are_not_clipped(tmp_path):
     assert sizes
 
 
-def test_an_evaluation_that_changes_an_attribute_is_done_alone(tmp_path):
+def test_an_evaluation_that_changes_an_object_is_done_alone(tmp_path):
     class Sums(Plain):
         def __init__(self):
             super().__init__()
-            self.meter = collections.Counter()
+            self.meter = types.SimpleNamespace(loss=0.0)
 
         def test_step(self, batch, batch_idx):
             loss = self.loss(batch)
-            self.meter["loss"] = self.meter["loss"] + loss.detach()
+            self.meter.loss = self.meter.loss + loss.detach()
             self.log("test_loss", loss)
 
     sizes, said = check(Sums, tmp_path)

@@ -17,6 +17,10 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.aggregation import BaseAggregator
 
+from lightning_sparsefl.federated.local.stacked.logs import NotStackable
+
+_CLASSIFICATION = "torchmetrics.classification."
+
 
 class ValueCheck(ABC):
     """Flag of the client that uses a metric object: whether it has given the object a value that a check looks for.
@@ -73,7 +77,7 @@ class _NaNCheck(ValueCheck):
 
 
 class _LabelCheck(ValueCheck):
-    """Flag of a classification metric for labels out of range; other checks are of types and shapes.
+    """Flag of a classification metric for labels out of range; types and shapes are those of all clients.
 
     Args:
         metric: Metric object.
@@ -83,11 +87,26 @@ class _LabelCheck(ValueCheck):
     def __init__(self, metric: Metric, classes: int) -> None:
         super().__init__(metric)
         self._classes, self._update = classes, metric.update
+        self._is_classification = any(each.__module__.startswith(_CLASSIFICATION) for each in type(metric).__mro__)
+        self._many = any(each.__name__.startswith("Multiclass") for each in type(metric).__mro__)
 
     def replaced(self) -> dict[str, Any]:
         return {"validate_args": False, "update": self._checked}
 
+    def _fit(self, preds: Tensor, target: Tensor) -> bool:
+        """Return whether predictions and labels may pass the checks of types and shapes of classification metrics."""
+        if target.is_floating_point():
+            return False
+        if preds.shape == target.shape:
+            return not (self._many and preds.is_floating_point())
+        if not (self._many and preds.is_floating_point() and preds.dim() > 1):
+            return False
+        return (*preds.shape[:1], *preds.shape[2:]) == tuple(target.shape)
+
     def _checked(self, preds: Tensor, target: Tensor) -> None:
+        if self._is_classification and not self._fit(preds, target):
+            name = type(self._metric).__name__
+            raise NotStackable(f"gives `{name}` predictions and labels whose types or shapes do not fit")
         for labels, ignored in ((preds, None), (target, getattr(self._metric, "ignore_index", None))):
             if not labels.is_floating_point():
                 found = (labels < 0) | (labels >= self._classes)

@@ -94,8 +94,10 @@ class MetricUse:
         before = {key: value.clone() for key, value in calls.states().items()}
         others = {key: value for key, value in table.items() if key not in before}
         try:
-            with _WithoutBranches(), NotStackable.noted():
+            with _WithoutBranches(), NotStackable.noted() as noted:
                 value = self.lent[name](*args, **kwargs)
+            if noted:  # which the method has caught
+                raise noted[0]
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -155,7 +157,7 @@ class _Calls:
                     for each in use.lists:
                         each.rows[self._low + place] = table[each.key]
             table.update({key: self._all(*(row[key] for row in after)) for key in states})
-            value = tree_map(self._all, *values)
+            value = self._all_of(values)
         table["_update_count"] = 0 if name == "reset" else count + updates
         table["_computed"] = None
         if name == "forward":
@@ -172,9 +174,22 @@ class _Calls:
         """Return a tensor with the clients in dimension 0."""
         return unwrapped(tensor, self._level, len(self._counts))
 
+    def _all_of(self, values: Sequence[Any]) -> Any:
+        """Return nested values of each client as those of all of them."""
+        try:
+            return tree_map(self._all, *values)
+        except ValueError as error:
+            raise NotStackable(self._forms) from error
+
+    @property
+    def _forms(self) -> str:
+        return f"gets values of several forms from `{type(self._use.metric).__name__}`"
+
     def _all(self, *values: Any) -> Any:
         """Return one value of each client as a value of all of them."""
         if isinstance(values[0], Tensor):
+            if len({value.shape for value in values}) > 1:
+                raise NotStackable(self._forms)
             return functorch.wrap(torch.stack(values), 0, self._level)
         if any(value != values[0] for value in values):
             raise NotStackable(f"gets a value from `{type(self._use.metric).__name__}` that is no tensor")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -106,6 +106,8 @@ class MetricStates:
             place for place, metric in enumerate(self.metrics.values()) if dim_zero_mean in metric._reductions.values()
         }
         """Places of the metric objects whose number of updates is read, as `forward` does to average a state."""
+        self.asked: set[int] = set()
+        """Places of the metric objects of which a step asks whether there has been an update."""
         self.lists = [each.rows for use in self.uses for each in use.lists]
 
     def part(self, low: int, high: int) -> MetricRows:
@@ -231,7 +233,9 @@ class MetricRows:
     @property
     def key(self) -> Hashable:
         """Layout of the states, and what the operations on them depend on."""
-        return (self._layout, self.read_updates)
+        counts, asked = self._states.counts, sorted(self._states.asked)
+        begun = tuple((place, counts[place][self._clients.start] > 0) for place in asked)
+        return (self._layout, self.read_updates, begun)
 
     @property
     def lists(self) -> list[list[list[Any]]]:
@@ -267,7 +271,8 @@ class MetricRows:
                 raise NotStackable(f"reads the number of updates of `self.{name}`, of which each client has its own")
             self._states.read.add(place)
 
-        return SharedCount(max(counts), note, all(counts) or not any(counts))
+        asked = partial(self._states.asked.add, place)
+        return SharedCount(max(counts), note, all(counts) or not any(counts), asked)
 
     def count(self, changes: Sequence[CountChange]) -> None:
         """Count the updates of a step by each of the clients.

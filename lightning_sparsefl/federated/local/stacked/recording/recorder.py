@@ -19,6 +19,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_sparsefl.federated.local.isolation import HOOKS
 from lightning_sparsefl.federated.local.stacked.fused import order_in_memory
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule
 from lightning_sparsefl.federated.local.stacked.recording.captured import Capture
@@ -208,7 +209,7 @@ def structure_of(module: LightningModule) -> list[tuple[Any, ...]]:
         module: Module of the user.
     """
     return [
-        (child, child.training, tuple(child._forward_hooks), tuple(child._forward_pre_hooks), _settings(child))
+        (child, child.training, *(tuple(getattr(child, name, ())) for name in HOOKS), _settings(child))
         for child in module.modules()
     ]
 

@@ -19,6 +19,7 @@ from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.batches import num_batches
 from lightning_sparsefl.federated.local.fast.steps import StepCaller
 from lightning_sparsefl.federated.local.isolation import Settings, isolate_metrics, restore_trainer_refs
+from lightning_sparsefl.federated.local.stacked.attributes import ChangedAttributes
 from lightning_sparsefl.federated.local.stacked.fit import StackTrainer
 from lightning_sparsefl.federated.local.stacked.hooks import call_hook
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
@@ -28,7 +29,7 @@ from lightning_sparsefl.federated.local.stacked.metrics.states import MetricStat
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader, reading_key
 from lightning_sparsefl.federated.local.stacked.recording.recorded_evaluation import EvaluationPass
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
-from lightning_sparsefl.federated.local.stacked.stack_reader import StackReader, samples_of
+from lightning_sparsefl.federated.local.stacked.stack_reader import StackReader, equal_ranges, samples_of
 from lightning_sparsefl.federated.local.stacked.undo import ModuleStates, require_same_settings
 from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.sparse.modes import modes_restored
@@ -110,11 +111,16 @@ class StackedEvaluation:
     Args:
         trainer: Trainer that the module sees, without callbacks and loggers.
         requests: Requests of one split, by falling number of samples.
+        changed: Attributes that are known to be changed by steps, which are then not recorded.
         recorder: Recorder of the module's evaluations; None = each batch calls the module's step.
     """
 
     def __init__(
-        self, trainer: StackTrainer, requests: Sequence[EvaluationRequest], recorder: PassRecorder | None = None
+        self,
+        trainer: StackTrainer,
+        requests: Sequence[EvaluationRequest],
+        changed: ChangedAttributes,
+        recorder: PassRecorder | None = None,
     ) -> None:
         self.trainer, self.requests, self.size = trainer, requests, len(requests)
         self.module, self.stage = trainer.lightning_module, _STAGES[requests[0].split]
@@ -122,9 +128,10 @@ class StackedEvaluation:
         self._examples = trainer.device_samples.of(examples)
         self._reader = None if examples else StackReader([request.reader() for request in requests])
         seed_all(*requests[0].key)
-        self.log, self.kept, self._recorder = EvaluationLog(self.size), ModuleStates(self.module), recorder
+        self.log, self.kept = EvaluationLog(self.size), ModuleStates(self.module)
+        self._recorder = None if changed.names else recorder
         trees = [request.weights for request in requests]
-        self.whole = StackedModule(self.module, self.size, shared_names(trees, trees[0]))
+        self.whole = StackedModule(self.module, self.size, shared_names(trees, trees[0]), changed.names)
         self.whole.load(trees)
         limit = getattr(trainer, f"limit_{self.stage.dataloader_prefix}_batches")
         self._batches = [num_batches(self.stage, len(request.loader), limit) for request in requests]
@@ -170,7 +177,9 @@ class StackedEvaluation:
     def _hook(self, name: str) -> None:
         """Call a hook of the module for all clients, if the module overrides it."""
         if name in self.trainer.hooks.overridden:
-            call_hook(name, self.trainer.hooks, self.whole, self.log, self.metrics)
+            for low, high in equal_ranges(self.whole.attributes.phases()):
+                call_hook(name, self.trainer.hooks, self.whole.part(low, high), self.log, self.metrics, low, high)
+            self.kept.require_same()
 
     def _ranges(self, number: int) -> Iterator[tuple[int, int]]:
         """Iterate over ranges of clients, from the first one to before the last one, whose batches have equal sizes."""
@@ -192,13 +201,16 @@ class StackedEvaluation:
         batch = trainer.hooks.to_device(batch, trainer.strategy.root_device)
         log.low, log.high, log.samples = low, high, partial(samples_of, batch)
         one = EvaluationPass(part, step, batch, number, log, self.metrics.part(low, high))
+        recorded = None
         if self._recorder is None:
             one.call()
         else:
-            self._recorder.do(one)
+            recorded = self._recorder.do(one)
         log.collect()
         if low == number == 0:  # so that the other batches are not evaluated in vain
             self.kept.require_unchanged()
+        elif recorded is None:
+            self.kept.require_same()
 
     def _read(self, number: int) -> Iterator[tuple[int, int, Any]]:
         """Read one batch of each client; see :meth:`.StackReader.read`."""
@@ -223,6 +235,7 @@ def evaluate_stack(
     module: LightningModule,
     datamodule: Any,
     requests: Sequence[EvaluationRequest],
+    changed: ChangedAttributes,
     recorder: PassRecorder | None = None,
 ) -> None:
     """Evaluate several clients as one.
@@ -232,11 +245,12 @@ def evaluate_stack(
         module: Module of the user; left as it was.
         datamodule: Object that becomes `trainer.datamodule`.
         requests: Requests of one split, by falling number of samples.
+        changed: Attributes that are known to be changed by steps.
         recorder: Recorder of the module's evaluations; None = each batch calls the module's step.
     """
     trainer = StackTrainer(engine.options, engine.fabric, module, (), (), datamodule, samples=engine.samples)
     with restore_trainer_refs(module, ()), trainer.running(), functions_for_clients():
-        evaluation = StackedEvaluation(trainer, requests, recorder)
+        evaluation = StackedEvaluation(trainer, requests, changed, recorder)
         try:
             evaluation.run()
         except Exception:

@@ -15,6 +15,7 @@ from lightning_sparsefl.federated.exchange.failures import is_out_of_memory
 from lightning_sparsefl.federated.exchange.orders import SCORING_STEPS, Split
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.support import SCORING_HOOKS, overridden
+from lightning_sparsefl.federated.local.stacked.attributes import ChangedAttributes
 from lightning_sparsefl.federated.local.stacked.hooks import EVALUATION_HOOKS
 from lightning_sparsefl.federated.local.stacked.reader import name_of_data
 from lightning_sparsefl.federated.local.stacked.reasons import reason_of
@@ -25,7 +26,11 @@ from lightning_sparsefl.federated.local.stacked.scoring.evaluation import (
     readable_in_order,
 )
 from lightning_sparsefl.federated.local.stacked.trials.stacking_trial import reason_of_hooks
-from lightning_sparsefl.federated.local.stacked.trials.step_trial import logged_difference, moved_weights
+from lightning_sparsefl.federated.local.stacked.trials.step_trial import (
+    drawing_nothing,
+    logged_difference,
+    moved_weights,
+)
 from lightning_sparsefl.federated.local.stacked.undo import attributes_kept
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.types import Weights
@@ -41,14 +46,21 @@ class StackEvaluator:
         activations: Numbers that the module's layers return for one sample.
         room: Numbers that the weights and activations of a stack may have; larger evaluations gain nothing.
         warns: Whether to warn of scores that cannot be computed as stacks.
+        changed: Attributes that are known to be changed by steps; others that are found are added.
         recorder: Recorder of the module's evaluations. Default: each batch calls the module's step.
     """
 
     def __init__(
-        self, worker: ClientWorker, activations: float, room: int, warns: bool, recorder: PassRecorder | None = None
+        self,
+        worker: ClientWorker,
+        activations: float,
+        room: int,
+        warns: bool,
+        changed: ChangedAttributes,
+        recorder: PassRecorder | None = None,
     ) -> None:
         self._worker, self._activations, self._room, self._warns = worker, activations, room, warns
-        self._recorder = recorder
+        self._changed, self._recorder = changed, recorder
         self._reasons: dict[str, str | None] = {}
         """Why a step cannot be done for several clients at once, as a clause; None if it can."""
 
@@ -112,8 +124,9 @@ class StackEvaluator:
 
     def _run(self, requests: Sequence[EvaluationRequest], recorder: PassRecorder | None = None) -> None:
         worker = self._worker
+        engine, changed = cast(FastEngine, worker.engine), self._changed
         with worker._warning_once():
-            evaluate_stack(cast(FastEngine, worker.engine), worker.module, worker.data, requests, recorder)
+            changed.repeat(lambda: evaluate_stack(engine, worker.module, worker.data, requests, changed, recorder))
 
     def _name(self, split: Split) -> str:
         return f"{type(self._worker.module).__name__}.{SCORING_STEPS[split]}"
@@ -157,7 +170,8 @@ class StackEvaluator:
                 warnings.simplefilter("ignore")
                 alone = [worker.score(model, loader, split, key, worker.data_of(0)) for model in models]
                 worker.load({name: torch.full_like(tensor, torch.nan) for name, tensor in first.items()})  # not for use
-                self._run(requests)
+                with drawing_nothing(*key):
+                    self._run(requests)
             found = (logged_difference(each.result, own) for each, own in zip(requests, alone, strict=True))
             clause = next(filter(None, found), None)
         except Exception as error:

@@ -26,6 +26,7 @@ from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
 from lightning_sparsefl.federated.local.isolation import restore_trainer_refs
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.asked_loop import AskedLoop
+from lightning_sparsefl.federated.local.stacked.attributes import ChangedAttributes
 from lightning_sparsefl.federated.local.stacked.fit import options_of, require_elementwise
 from lightning_sparsefl.federated.local.stacked.hooks import TRAINING_HOOKS
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
@@ -84,12 +85,14 @@ class StackingTrial:
             ones are a stack.
         activations: Numbers that the module's layers return for one batch.
         samples: Number of samples in that batch.
+        changed: Attributes of the module that steps and hooks change.
         loops: Whether the step calls a function that ``torch.vmap`` does for one client after another.
     """
 
     def __init__(self, worker: ClientWorker) -> None:
         self._worker, self._module, self._data = worker, worker.module, worker.data
         self.planned, self.activations, self.samples, self.loops = False, 0, 1, False
+        self.changed = ChangedAttributes()
         self.reason = self._reason_of_settings() or self._reason_of_module() or self._reason_of_step()
 
     def _reason_of_settings(self) -> str | None:
@@ -160,7 +163,7 @@ class StackingTrial:
 
         Double precision tells rounding from small errors, and the run's own precision shows errors of its kernels.
         """
-        trial = StepTrial(self._worker)
+        trial = StepTrial(self._worker, self.changed)
         try:
             alone = trial.alone()
         except Exception as error:
@@ -181,7 +184,8 @@ class StackingTrial:
         try:
             with in_double(self._module):
                 double = FastEngine(engine.fabric, engine.options, _DOUBLE)
-                trial = StepTrial(ClientWorker(worker.module, worker.data, double, worker.work, worker.device))
+                other = ClientWorker(worker.module, worker.data, double, worker.work, worker.device)
+                trial = StepTrial(other, self.changed)
                 alone, found = trial.alone(), True
                 return trial.clause(trial.stacked(), alone, EXACT), True
         except Exception:

@@ -16,7 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_sparsefl.data.examples import reads_here
 from lightning_sparsefl.federated.local.engines import FastEngine
-from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, fit_stack
+from lightning_sparsefl.federated.local.stacked.attributes import ChangedAttributes
+from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, fit_stack, rewind
 from lightning_sparsefl.federated.local.stacked.leaves import layout_of
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader, reader_of
@@ -114,8 +115,9 @@ class StepTrial:
         samples: Number of samples in the batch.
     """
 
-    def __init__(self, worker: ClientWorker) -> None:
+    def __init__(self, worker: ClientWorker, changed: ChangedAttributes) -> None:
         self._worker, self._module, self._data = worker, worker.module, worker.data
+        self._changed = changed
         self.planned, self.activations, self.samples = False, 0, 1
         first = dict(worker.initial)
         self._starts = (first, moved_weights(first, worker.flat.layout.buffers))
@@ -169,8 +171,12 @@ class StepTrial:
         self._worker.load(self._starts[0])
         kept = objects_kept(self._transforms)
         with gradient_descent(self._module), _other_counts(self._module), kept:
-            self.planned = fit_stack(self._engine, self._module, self._data, requests)
+            self._changed.repeat(lambda: self._fit(requests), lambda: rewind(requests))
         return [(request.result, request.metrics) for request in requests]
+
+    def _fit(self, requests: Sequence[StackedRequest]) -> None:
+        with drawing_nothing(*requests[0].key, "stack"):
+            self.planned = fit_stack(self._engine, self._module, self._data, requests, self._changed)
 
     def clause(self, stacked: Sequence[Result], alone: Sequence[Result], tolerance: Tolerance) -> str | None:
         """Return what differs between the results, as a clause, or None.
@@ -201,6 +207,20 @@ class StepTrial:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+@contextmanager
+def drawing_nothing(*key: int | str) -> Iterator[None]:
+    """Raise :class:`NotStackable` if a stack draws random numbers of torch within the context, without dropout.
+
+    Args:
+        key: Key by which the stack seeds the generators.
+    """
+    seed_all(*key)
+    before = torch.get_rng_state()
+    yield
+    if not torch.equal(torch.get_rng_state(), before):
+        raise NotStackable("draws random numbers of torch, which are others than those of a client alone")
 
 
 @contextmanager

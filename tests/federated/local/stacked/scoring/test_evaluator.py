@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_sparsefl.data.examples import Examples
+from lightning_sparsefl.federated.local.stacked.attributes import ChangedAttributes
 from lightning_sparsefl.federated.local.stacked.scoring.evaluation import EvaluationRequest, readable_in_order
 from lightning_sparsefl.federated.local.stacked.scoring.evaluator import StackEvaluator
 
@@ -24,7 +25,7 @@ def request(samples, batch_size=10):
 def test_a_stack_has_room_for_weights_and_first_batches(room, parts):
     """A client has 5 weights, and 1 number for each sample."""
     worker = SimpleNamespace(flat=SimpleNamespace(layout=SimpleNamespace(size=5)))
-    evaluator = StackEvaluator(worker, activations=1.0, room=room, warns=True)
+    evaluator = StackEvaluator(worker, activations=1.0, room=room, warns=True, changed=ChangedAttributes())
     found = evaluator._parts([request(each) for each in (30, 10, 4, 2)])
     assert [[each.client for each in part] for part in found] == parts
 

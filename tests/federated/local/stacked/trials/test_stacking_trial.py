@@ -102,10 +102,7 @@ class Square(torch.autograd.Function):
 STEPS = {
     "reads a number": (lambda net, loss, batch: loss * loss.item(), "reads a number out of a tensor"),
     "compares": (lambda net, loss, batch: loss * (1 + torch.allclose(loss, 2 * loss)), "compares tensors"),
-    "keeps": (keeps, "keeps a tensor in `self.last`"),
     "assigns": (assigns, "assigns the buffer `mean_loss` instead of writing into it"),
-    "counts": (counts, "changes the number `self.seen`, which all clients share"),
-    "collects": (collects, "changes the length of `self.losses`, which all clients share"),
     "counts in a buffer": (counts_in_a_buffer, "writes into the buffer `self.steps`, which all clients share"),
     "own function": (lambda net, loss, batch: Square.apply(loss), "uses an `autograd.Function` without a batched form"),
     "numpy": (lambda net, loss, batch: loss * float(loss.detach().numpy()), "training_step"),
@@ -117,6 +114,7 @@ STEPS = {
         lambda net, loss, batch: loss + net.kept[0].square().sum(),
         "computes with parameters that it keeps",
     ),
+    "noise": (lambda net, loss, batch: loss + 0 * torch.randn_like(loss), "draws random numbers of torch"),
     "several losses": (lambda net, loss, batch: loss.expand(2), "training_step"),
 }
 STACKED = {
@@ -125,7 +123,9 @@ STACKED = {
     "updates a metric": updates,
     "logs a metric": logs_metric,
     "L2 term": lambda net, loss, batch: loss + 1e-3 * sum(p.square().sum() for p in net.parameters()),
-    "noise": lambda net, loss, batch: loss + 0 * torch.randn_like(loss),
+    "keeps": keeps,
+    "counts": counts,
+    "collects": collects,
     "one-hot": lambda net, loss, batch: loss + F.mse_loss(net(batch[0]), F.one_hot(batch[1], 4).float()),
     "a mapping": lambda net, loss, batch: {"loss": loss, "size": len(batch[1])},
     "where": lambda net, loss, batch: torch.where(loss > 1, loss, 2 * loss),

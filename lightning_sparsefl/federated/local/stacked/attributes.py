@@ -1,0 +1,353 @@
+"""Attributes of a module that steps and hooks change, with the values of several clients at once."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sparsefl.federated.local.stacked import functorch
+from lightning_sparsefl.federated.local.stacked.logs import ChangesAttribute, NotStackable
+from lightning_sparsefl.sparse.containers import fill
+
+_CONTAINERS = (list, deque, set, dict, Counter, OrderedDict, defaultdict)
+"""Types of containers that may have other contents for each client."""
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+"""Types of values that all clients that step together have in common."""
+_MISSING = object()
+
+
+class ChangedAttributes:
+    """Names of the attributes that steps and hooks of a module have been found to change.
+
+    A fit or an evaluation that finds another one is done again, with values of each client's own for it.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[tuple[str, str]] = set()
+        """Path of a submodule, and name of its attribute."""
+
+    def repeat(self, run: Callable[[], None], undo: Callable[[], None] = lambda: None) -> None:
+        """Run a function until it finds no further attribute that is changed.
+
+        Args:
+            run: Function that raises :class:`.ChangesAttribute` for an attribute.
+            undo: Function that undoes a run that has raised.
+
+        Raises:
+            ChangesAttribute: If the attribute is known, so that its value cannot be kept for each client.
+        """
+        try:
+            run()
+            return
+        except ChangesAttribute as error:
+            if error.attribute in self.names:
+                raise
+            self.names.add(error.attribute)
+        undo()
+        self.repeat(run, undo)
+
+
+@dataclass(frozen=True)
+class _Original:
+    """Stands for the container that a slot had before, whose content is stored beside it."""
+
+    place: int
+
+
+class _Slot(NamedTuple):
+    """One attribute as it was before."""
+
+    name: str
+    table: dict[str, Any]
+    key: str
+    value: Any
+    content: Any
+    """Copy of a container's content; None for another value."""
+
+    @property
+    def is_container(self) -> bool:
+        """Whether the value may be changed in place."""
+        return self.content is not None
+
+    def show(self, value: Any, content: Any) -> None:
+        """Set the attribute, and the content of the container that it had.
+
+        Args:
+            value: Value to set; none to delete the attribute.
+            content: Content of the container.
+        """
+        if self.is_container:
+            fill(self.value, content)
+        if value is _MISSING:
+            self.table.pop(self.key, None)
+        else:
+            self.table[self.key] = value
+
+
+class _Held(NamedTuple):
+    """Values of clients that have stepped together."""
+
+    size: int
+    values: list[Any]
+    """Value and content of each slot, one after another; their tensors have the clients in dimension 0, but for those
+    that the module had before."""
+
+
+class AttributeStates:
+    """Values of a module's attributes for several clients, each of which begins with those of the module.
+
+    The module itself keeps its values, but for the context of :meth:`AttributeRows.shown`. Numbers and strings are the
+    same for clients that step together; tensors are not, and neither is the length of lists of clients that do not.
+
+    Args:
+        module: Module of the user.
+        names: Path of a submodule and name of its attribute, for each attribute.
+        size: Number of clients.
+    """
+
+    def __init__(self, module: nn.Module, names: Collection[tuple[str, str]], size: int) -> None:
+        self.slots = [_slot(module, path, key) for path, key in sorted(names)]
+        self._known: dict[int, Any] = {id(_MISSING): _MISSING}
+        """Tensors that the module had before, and objects that are no containers, by identity."""
+        self._originals = {
+            id(slot.value): (slot.value, _Original(place)) for place, slot in enumerate(self.slots) if slot.is_container
+        }
+        first = _Held(size, self._read(self._note, self._note))
+        self.held = [(first, place) for place in range(size)]
+        """Values of each client, and its place among the clients that have them."""
+
+    def _note(self, value: Any) -> Any:
+        return self._known.setdefault(id(value), value)
+
+    def _read(self, tensors: Callable[[Tensor], Tensor], others: Callable[[Any], Any]) -> list[Any]:
+        """Return copies of the values and contents of the attributes as they are now."""
+        copier = _Copier(tensors, others, self._originals)
+        found: list[Any] = []
+        for slot in self.slots:
+            found.append(copier.copy(slot.table.get(slot.key, _MISSING)))
+            found.append(copier.content(slot.value) if slot.is_container else None)
+        return found
+
+    def _unless_known(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """Return a function that leaves the tensors as they are that the module had before."""
+        return lambda tensor: tensor if id(tensor) in self._known else function(tensor)
+
+    def store(self, low: int, high: int, tensors: Callable[[Tensor], Tensor]) -> None:
+        """Store the attributes as they are now as those of the clients from `low` to before `high`.
+
+        Args:
+            low: First client.
+            high: Client after the last one.
+            tensors: Function of a tensor within a step that returns one with the clients in dimension 0.
+        """
+
+        def same(value: Any) -> Any:
+            if id(value) in self._known:
+                return value
+            names = " and ".join(f"`{slot.name}`" for slot in self.slots)
+            raise NotStackable(f"keeps a `{type(value).__name__}` in {names}, which all clients share")
+
+        held = _Held(high - low, self._read(self._unless_known(tensors), same))
+        self.held[low:high] = [(held, place) for place in range(high - low)]
+
+    def original(self, value: Any) -> Any:
+        """Return the container that stands for a value, or the value itself.
+
+        Args:
+            value: Object that is neither a tensor nor a container.
+        """
+        return self.slots[value.place].value if isinstance(value, _Original) else value
+
+    def part(self, low: int, high: int) -> AttributeRows:
+        """Return the values of the clients from `low` to before `high`.
+
+        Args:
+            low: First client.
+            high: Client after the last one.
+        """
+        return AttributeRows(self, low, high)
+
+    def phases(self, low: int, high: int) -> list[Hashable]:
+        """Return for each client what must agree for clients to step together: all but the numbers in tensors.
+
+        Args:
+            low: First client.
+            high: Client after the last one.
+        """
+        own = [held for held, _ in self.held[low:high]]
+        found = {id(held): tuple(map(self._layout, held.values)) for held in own}
+        return [found[id(held)] for held in own]
+
+    def _layout(self, value: Any) -> Hashable:
+        if isinstance(value, Tensor):
+            own = id(value) in self._known
+            return id(value) if own else (Tensor, value.shape[1:], value.dtype, value.requires_grad)
+        if isinstance(value, Mapping):
+            return (type(value), tuple((key, self._layout(item)) for key, item in value.items()))
+        if isinstance(value, (list, tuple, deque)) and type(value) is not torch.Size:
+            return (type(value), tuple(map(self._layout, value)))
+        if isinstance(value, set):
+            return (set, frozenset(map(self._layout, value)))
+        return (type(value), value if isinstance(value, (*_PLAIN, _Original)) else id(value))
+
+    def values(self, low: int, high: int) -> list[Any]:
+        """Return the values and contents for the clients from `low` to before `high`.
+
+        Args:
+            low: First client.
+            high: Client after the last one.
+        """
+        own = self.held[low:high]
+        held = own[0][0]
+        if held.size == high - low and all(each is held and place == at for at, (each, place) in enumerate(own)):
+            return held.values
+        if len(set(self.phases(low, high))) > 1:
+            raise NotStackable("keeps other values in attributes for other clients")
+        columns = zip(*(self._rows(*each) for each in own), strict=True)
+        stacked = map(torch.stack, columns)
+        return self.mapped(held.values, lambda tensor: next(stacked))
+
+    def _rows(self, held: _Held, place: int) -> list[Tensor]:
+        """Return the tensors of one client."""
+        found: list[Tensor] = []
+
+        def add(tensor: Tensor) -> Tensor:
+            found.append(tensor[place])
+            return tensor
+
+        self.mapped(held.values, add)
+        return found
+
+    def mapped(
+        self,
+        values: Sequence[Any],
+        function: Callable[[Tensor], Tensor],
+        others: Callable[[Any], Any] = lambda value: value,
+    ) -> list[Any]:
+        """Return copies of stored values.
+
+        Args:
+            values: The values.
+            function: Function that is applied to the tensors of clients.
+            others: Function that is applied to objects that are neither tensors nor containers.
+        """
+        copier = _Copier(self._unless_known(function), others, {})
+        return [copier.copy(value) for value in values]
+
+
+class AttributeRows:
+    """The values of a module's attributes for some of the clients.
+
+    Args:
+        states: Values of all clients.
+        low: First client.
+        high: Client after the last one.
+    """
+
+    def __init__(self, states: AttributeStates, low: int, high: int) -> None:
+        self.states, self.low, self.high = states, low, high
+
+    @contextmanager
+    def shown(self, level: int) -> Iterator[None]:
+        """Give the module the values of the clients within the context, and store what has become of them.
+
+        Args:
+            level: Number of the level of ``vmap``; 0 outside of one, for a single client.
+        """
+        states, size = self.states, self.high - self.low
+        if not states.slots:
+            yield
+            return
+
+        def given(tensor: Tensor) -> Tensor:
+            return functorch.wrap(tensor, 0, level) if level else tensor[0]
+
+        def stored(tensor: Tensor) -> Tensor:
+            if not level:
+                return tensor.unsqueeze(0)
+            value, dim = functorch.unwrap(tensor, level) if functorch.is_batched(tensor) else (tensor, None)
+            # a copy for each client, into which the next step may write
+            return value.expand(size, *value.shape).clone() if dim is None else value.movedim(dim, 0)
+
+        shown = states.mapped(states.values(self.low, self.high), given, states.original)
+        try:
+            for slot, value, content in zip(states.slots, shown[::2], shown[1::2], strict=True):
+                slot.show(value, content)
+            yield
+            states.store(self.low, self.high, stored)
+        finally:
+            for slot in states.slots:
+                slot.show(slot.value, slot.content)
+
+    def phases(self) -> list[Hashable]:
+        """Return for each client what must agree for clients to step together; see :meth:`AttributeStates.phases`."""
+        return self.states.phases(self.low, self.high)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Restore the values when the context ends."""
+        states = self.states
+        before = states.held[self.low : self.high]
+        copied = states.mapped(states.values(self.low, self.high), torch.clone)
+        states.held[self.low : self.high] = [(_Held(len(before), copied), place) for place in range(len(before))]
+        try:
+            yield
+        finally:
+            states.held[self.low : self.high] = before
+
+
+class _Copier:
+    """Copies nested containers; what occurs twice is copied once.
+
+    Args:
+        tensors: Function that is applied to tensors.
+        others: Function that is applied to objects that are no containers.
+        known: Objects with what stands for them, by identity.
+    """
+
+    def __init__(
+        self,
+        tensors: Callable[[Tensor], Tensor],
+        others: Callable[[Any], Any],
+        known: Mapping[int, tuple[Any, Any]],
+    ) -> None:
+        self._tensors, self._others = tensors, others
+        self._memo = dict(known)  # with the objects themselves, so that no other gets their identity
+
+    def copy(self, value: Any) -> Any:
+        """Return the copy of a value."""
+        if type(value) in _PLAIN:
+            return value
+        if id(value) not in self._memo:
+            self._memo[id(value)] = (value, self._new(value))
+        return self._memo[id(value)][1]
+
+    def _new(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensors(value)
+        if isinstance(value, tuple):
+            items = list(map(self.copy, value))
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return self.content(value) if type(value) in _CONTAINERS else self._others(value)
+
+    def content(self, container: Any) -> Any:
+        """Return a container of the same type with copies of the items."""
+        new = copy(container)
+        if isinstance(container, Mapping):
+            return fill(new, {key: self.copy(item) for key, item in container.items()})
+        return fill(new, list(map(self.copy, container)))
+
+
+def _slot(module: nn.Module, path: str, key: str) -> _Slot:
+    """Return an attribute of a submodule as it is now."""
+    table = vars(module.get_submodule(path))
+    value = table.get(key, _MISSING)
+    content = copy(value) if type(value) in _CONTAINERS else None
+    return _Slot(".".join(filter(None, ("self", path, key))), table, key, value, content)

@@ -1,0 +1,334 @@
+"""Attributes of a module that steps and hooks change: each client of a stack has values of its own."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_sparsefl import FedSpa, PerFedAvg, PFedMe
+from lightning_sparsefl.federated.local.stacked import functorch
+from lightning_sparsefl.federated.local.stacked.attributes import AttributeStates
+from lightning_sparsefl.federated.local.stacked.logs import NotStackable
+from tests.federated.local.stacked.test_odd_modules import Plain, check
+
+
+class CollectsLosses(Plain):
+    """Follows Lightning's recommendation for the outputs of an epoch's steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.outputs = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.outputs.append(loss)
+        return loss
+
+    def on_train_epoch_end(self):
+        losses = torch.stack(self.outputs)
+        self.log("mean", losses.mean())
+        self.log("number", float(len(self.outputs)))
+        self.outputs.clear()
+
+
+class CollectsInNewLists(CollectsLosses):
+    def on_train_epoch_start(self):
+        self.outputs = []
+
+    def on_train_epoch_end(self):
+        self.log("last", self.outputs[-1])
+
+
+class CollectsByKey(CollectsLosses):
+    def __init__(self):
+        super().__init__()
+        self.found = collections.defaultdict(list)
+
+    def training_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        self.found["losses"].append({"loss": loss.detach(), "number": batch_idx, "pair": (loss, "kept")})
+        self.found["right"].append((logits.argmax(1) == batch[1]).sum())
+        return loss
+
+    def on_train_epoch_end(self):
+        weights = [each["number"] + 1.0 for each in self.found["losses"]]
+        losses = torch.stack([each["loss"] for each in self.found["losses"]])
+        self.log("weighted", (losses * torch.tensor(weights)).sum())
+        self.log("right", torch.stack(self.found["right"]).sum().double())
+        self.found.clear()
+
+
+class SmoothsItsLoss(Plain):
+    """Weighs the loss of a batch by what came before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.smooth = None
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        before = loss.detach() if self.smooth is None else self.smooth
+        self.smooth = 0.9 * before + 0.1 * loss.detach()
+        self.log("smooth", self.smooth)
+        return loss / (0.5 + self.smooth)
+
+
+class CountsItsSteps(Plain):
+    """Clients with different numbers of steps differ from the second epoch on."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+
+    def training_step(self, batch, batch_idx):
+        self.seen += len(batch[1])
+        return self.loss(batch) / self.seen**0.25
+
+
+class CountsInADict(CountsItsSteps):
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter(steps=2)
+
+    def training_step(self, batch, batch_idx):
+        self.counts["steps"] += 1
+        return self.loss(batch) / self.counts["steps"] ** 0.5
+
+
+class StaysNearItsStart(Plain):
+    """Keeps the weights that it began with, for a proximal term."""
+
+    def on_train_start(self):
+        self.anchor = {name: weight.detach().clone() for name, weight in self.named_parameters()}
+        self.strength = 0.3
+
+    def training_step(self, batch, batch_idx):
+        far = sum((weight - self.anchor[name]).square().sum() for name, weight in self.named_parameters())
+        return self.loss(batch) + 0.5 * self.strength * far
+
+
+class KeepsFeatures(Plain):
+    """Reads what a forward hook has kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = {}
+        self.net[1].register_forward_hook(self.keep)
+
+    def keep(self, layer, given, output):
+        self.features["hidden"] = output
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        return loss + 0.1 * self.features.pop("hidden").square().mean()
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Linear(8, 8)
+        self.weights = None
+
+    def forward(self, inputs):
+        self.weights = torch.softmax(self.query(inputs), dim=1)
+        return inputs * self.weights
+
+
+class KeepsAttention(Plain):
+    def layers(self):
+        return nn.Sequential(Attends(), nn.Linear(8, 4))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        entropy = -(self.net[0].weights * self.net[0].weights.log()).sum(1).mean()
+        self.log("entropy", entropy)
+        return loss + 0.1 * entropy
+
+
+class AddsInPlace(Plain):
+    """Adds up in place, in a tensor that a list has too."""
+
+    def on_train_epoch_start(self):
+        self.total = torch.zeros(())
+        self.both = [self.total]
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.total += loss.detach()
+        return loss + 0.1 * self.both[0] * self.net[0].weight.norm()
+
+    def on_train_epoch_end(self):
+        self.log("total", self.both[0])
+
+
+class SharesAList(CollectsLosses):
+    """Reads a list by another of its names."""
+
+    def __init__(self):
+        super().__init__()
+        self.again = self.outputs
+
+    def on_train_epoch_end(self):
+        self.log("sum", torch.stack(self.again).sum())
+        self.again.clear()
+
+
+class KeepsTheNewest(Plain):
+    def on_train_start(self):
+        self.newest = collections.deque(maxlen=2)
+        self.classes = set()
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.newest.append(loss.detach())
+        self.classes.add(batch_idx % 3)
+        return loss * len(self.classes) + sum(self.newest) * self.net[2].weight.norm()
+
+
+class LeavesItsLosses(CollectsLosses):
+    """Leaves what it has collected, which is undone before the next client."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * len(self.outputs)
+
+    def on_train_epoch_end(self):
+        pass
+
+
+class BeginsLater(CollectsLosses):
+    """Changes an attribute for the first time in the second epoch."""
+
+    def training_step(self, batch, batch_idx):
+        if self.current_epoch == 1:
+            return super().training_step(batch, batch_idx)
+        return self.loss(batch)
+
+    def on_train_epoch_end(self):
+        if self.outputs:
+            super().on_train_epoch_end()
+
+
+class RemovesAnAttribute(Plain):
+    def __init__(self):
+        super().__init__()
+        self.factor = 3.0
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        if hasattr(self, "factor"):
+            loss = loss * self.factor
+            del self.factor
+        return loss
+
+
+class CollectsScores(Plain):
+    """Computes the scores of an evaluation at its end."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores, self.seen = [], 0
+
+    def test_step(self, batch, batch_idx):
+        self.scores.append((self(batch[0]).argmax(1) == batch[1]).double())
+        self.seen += len(batch[1])
+
+    def on_test_epoch_end(self):
+        self.log("test_acc", torch.cat(self.scores).mean())
+        self.log("test_number", float(self.seen))
+        self.scores.clear()
+
+
+KINDS = [CollectsLosses, CollectsInNewLists, CollectsByKey, SmoothsItsLoss, CountsItsSteps, CountsInADict]
+KINDS += [StaysNearItsStart, KeepsFeatures, KeepsAttention, AddsInPlace, SharesAList, KeepsTheNewest, BeginsLater]
+KINDS += [RemovesAnAttribute, CollectsScores, LeavesItsLosses]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_client_has_values_of_its_own(kind, tmp_path):
+    sizes, said = check(kind, tmp_path)
+    assert sizes == [4, 4]
+    assert not [each for each in said if "one after another" in each]
+
+
+@pytest.mark.parametrize("kind", [SmoothsItsLoss, CollectsLosses])
+@pytest.mark.parametrize("algorithm", [PerFedAvg(), PFedMe(lam=2.0), FedSpa()], ids=lambda each: type(each).__name__)
+def test_further_passes_leave_no_values(kind, algorithm, tmp_path):
+    sizes, said = check(kind, tmp_path, algorithm=algorithm)
+    assert sizes == [4, 4]
+    assert not [each for each in said if "one after another" in each]
+
+
+class Meter:
+    def __init__(self):
+        self.total = 0.0
+
+
+class KeepsAnObject(Plain):
+    def training_step(self, batch, batch_idx):
+        self.meter = Meter()
+        return self.loss(batch)
+
+
+class WritesIntoATensor(Plain):
+    def __init__(self):
+        super().__init__()
+        self.steps = torch.zeros(())
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (KeepsAnObject, "keeps a `Meter` in `self.meter`, which all clients share"),
+        (WritesIntoATensor, "writes into the tensor `self.steps`, which all clients share"),
+    ],
+)
+def test_what_is_no_value_of_a_client_is_not_stacked(kind, words, tmp_path):
+    sizes, said = check(kind, tmp_path, max_epochs=1)
+    assert sizes == []
+    assert any(words in each for each in said)
+
+
+class Looks(Callback):
+    """A callback of a user that acts on each client of a stack."""
+
+    stackable = True
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter.mul_(1 - 0.01 * pl_module.seen)
+
+
+def test_callbacks_that_see_one_client_prevent_values_of_each(tmp_path):
+    sizes, said = check(CountsItsSteps, tmp_path, client_callbacks=[Looks()])
+    assert sizes == []
+    assert any("changes the number `self.seen`" in each for each in said)
+
+
+def states_of(value, size=3):
+    module = nn.Module()
+    module.value = value
+    return module, AttributeStates(module, [("", "value")], size)
+
+
+def test_a_part_changes_its_own_values_alone():
+    module, states = states_of([torch.zeros(2)])
+    with functorch.vmap_level(2) as level, states.part(0, 2).shown(level):
+        module.value.append(torch.ones(2))
+    assert len(module.value) == 1
+    assert len(states.values(0, 2)[1]) == 2
+    assert len(states.values(2, 3)[1]) == 1
+    assert len(set(states.phases(0, 3))) == 2
+    with pytest.raises(NotStackable, match="other values in attributes"):
+        states.values(0, 3)
