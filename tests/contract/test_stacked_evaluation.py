@@ -151,8 +151,8 @@ class Ended(Judged):
 
 
 class Hooked(Judged):
-    def on_validation_batch_end(self, outputs, batch, batch_idx):
-        self.log("acc", self.accuracy.compute())
+    def on_validation_model_eval(self):
+        self.eval()
 
 
 class Reading(Judged):
@@ -360,7 +360,7 @@ def test_keys_that_some_clients_do_not_log(tmp_path, sizes):
         ("keeps at an update", r"keeps a tensor in `self.at_update.best`, which all clients share"),
         ("keeps at a value", r"keeps a tensor in `self.at_compute.best`, which all clients share"),
         ("gives NaN", r"gives the metric object `self.mean` NaN, or labels that are out of range"),
-        ("hooked", r"`Hooked` overrides `on_validation_batch_end`, which is written for one client"),
+        ("hooked", r"`Hooked` overrides `on_validation_model_eval`, which is written for one client"),
         ("reads at the end", r"`on_validation_epoch_end`, which asks for `trainer.callback_metrics`, of which each"),
         ("rounds at the end", r"is followed by `on_validation_epoch_end`, which reads a number out of a tensor"),
     ],

@@ -115,6 +115,10 @@ class StackedFeedback(StackedCallback):
         for name, stencil in self.stencils.items():
             stencil.split_(leaves[name], self.pruned[name])
 
+    def end_epoch(self) -> None:
+        """Zero the weights that are not held, however they have been written."""
+        self.after_hooks()
+
     def finish(self, callbacks: Sequence[Any]) -> None:
         """Give each callback the pruned part of its dense weights."""
         for place, callback in enumerate(callbacks):

@@ -49,6 +49,10 @@ class BatchPass:
         self._caller, self._level = caller, 0
         self.losses = torch.empty(0)
         """Losses of the training step, one for each client."""
+        self.outputs: dict[str, Any] = {}
+        """What a hook sees of what the training step returns, if :attr:`has_outputs`."""
+        self.has_outputs = False
+        """Whether a hook sees what the training step returns."""
 
     @property
     def leaves(self) -> Mapping[str, Tensor]:
@@ -76,6 +80,9 @@ class BatchPass:
             raise NotStackable(f"returns {loss!r} instead of a loss")
         if loss.shape != (part.size,):
             raise NotStackable(f"returns a loss of shape {tuple(loss.shape[1:])}")
+        if self.has_outputs:
+            beside = output if isinstance(output, Mapping) else {}
+            self.outputs = {**beside, "loss": loss.detach().clone()}
         return loss
 
     def gradient(

@@ -27,7 +27,7 @@ from lightning_sparsefl.federated.local.round_lr import ScaleLearningRates
 from lightning_sparsefl.federated.local.stacked.asked_loop import AskedLoop
 from lightning_sparsefl.federated.local.stacked.attributes import ChangedAttributes
 from lightning_sparsefl.federated.local.stacked.batch_pass import BatchPass
-from lightning_sparsefl.federated.local.stacked.hooks import call_hook
+from lightning_sparsefl.federated.local.stacked.hooks import BATCH_HOOKS, TRAINING_HOOKS, call_hook, require_plain
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
 from lightning_sparsefl.federated.local.stacked.metrics.functional import functions_for_clients
@@ -159,7 +159,10 @@ class StackedFit:
         self._batches = max(request.reader.batches for request in requests)
         self.loop = AskedLoop(trainer, None, None, requests[0].epochs, -1)
         acts = any(callback.acts_in_pass for callback, _ in self._callbacks)
-        self._recorder = None if acts or changed.names else recorder
+        sees_batches = BATCH_HOOKS & TRAINING_HOOKS & trainer.hooks.overridden
+        if acts and "on_train_batch_start" in sees_batches:
+            raise NotStackable("is preceded by `on_train_batch_start`, which follows what a callback does to a batch")
+        self._recorder = None if acts or changed.names or sees_batches else recorder
         self._parts: dict[tuple[int, int], _Part] = {}
         """Clients that have stepped together, by the first place and the place after the last one."""
         self._hooked = False
@@ -178,6 +181,7 @@ class StackedFit:
             NotStackable: If the training step does something that has no meaning for several clients at once.
         """
         with self._started(self._batches):
+            self._hook("on_fit_start")
             self._hook("on_train_start")
             self._epochs()
             logged = self.log.metrics(self._metrics)  # before a hook that may reset metric objects
@@ -200,14 +204,15 @@ class StackedFit:
         """
         with self._started(1):
             self.reader.start_epoch()
-            self._hook("on_train_start")
-            self._hook("on_train_epoch_start")
+            for name in ("on_fit_start", "on_train_start", "on_train_epoch_start"):
+                self._hook(name)
             self._after_hooks()
             self.loop._ready, self.loop.is_last_batch = 1, True
             low, high, batch = next(self.reader.read(0, self.size, 0))
             if high < self.size:
                 raise NotStackable("gets batches of other shapes from other clients")
             one = self._pass_of(self._caller(), self._part(low, high), low, high, batch, 0)
+            self._batch_hook("on_train_batch_start", one)
             run_backward(self._losses(one).sum())
             self._require_no_gradients()
         self.trainer._finish()
@@ -340,37 +345,51 @@ class StackedFit:
             for numbers, ranges in self.reader.runs(self._phases()):
                 for number in numbers:
                     loop._ready, loop.is_last_batch = number + 1, number + 1 == self._batches
+                    done: list[BatchPass] = []
                     for low, high, batch in self._read(ranges, number):
-                        self._batch(step, low, high, batch, number)
+                        done += self._batch(step, low, high, batch, number)
                         del batch  # so that the next one takes its memory, which is in the cache
                     self._schedule("step", number)
+                    if number + 1 == self._batches:
+                        self._schedule("epoch", epoch)
+                    for one in done:
+                        self._batch_hook("on_train_batch_end", one, one.outputs)
             loop.epochs_processed += 1
             for callback, _ in self._callbacks:
                 callback.end_epoch()
-            self._schedule("epoch", epoch)
             self._hook("on_train_epoch_end")
             loop.epochs_completed += 1
 
     def _hook(self, name: str) -> None:
         """Call a hook of the module for all clients, if the module overrides it."""
+        if name in self.trainer.hooks.overridden:
+            for low, high in equal_ranges(self.whole.attributes.phases()):
+                self._call(name, self._part(low, high))
+
+    def _batch_hook(self, name: str, one: BatchPass, *outputs: Any) -> Any:
+        """Call a hook of the module for a batch of each of several clients, if the module overrides it."""
         if name not in self.trainer.hooks.overridden:
-            return
-        for low, high in equal_ranges(self.whole.attributes.phases()):
-            self.loop.set_steps(self.optimizer.taken[low:high])
-            with self._for_all(), self._shared_kept(low, high):
-                call_hook(name, self.trainer.hooks, self._part(low, high).module, self.log, self._metrics, low, high)
+            return None
+        require_plain(outputs)
+        part = self._part(one.metrics.low, one.metrics.high)
+        return self._call(name, part, (*outputs, one.batch), one.number)
+
+    def _call(self, name: str, part: _Part, *args: Any) -> Any:
+        """Call a hook of the module for several clients; the arguments are those of :func:`.call_hook`."""
+        low, high = part.metrics.low, part.metrics.high
+        self.loop.set_steps(self.optimizer.taken[low:high])
+        with self._for_all(), self._shared_kept(low, high):
+            output = call_hook(name, self.trainer.hooks, part.module, part.metrics, self.log, *args)
         assert self._states is not None
         self._states.require_same()
         self._hooked = True
+        return output
 
     def _after_hooks(self) -> None:
         """Act on what hooks of the module may have changed: weights under masks, layers and their modes."""
-        if not self._hooked:
-            return
-        self._hooked = False
-        for callback, _ in self._callbacks:
-            callback.after_hooks()
-        if self._recorder is not None:
+        hooked = self._hooked
+        self._mask_after_hooks()
+        if hooked and self._recorder is not None:
             assert self._states is not None
             self._recorder.start(self.whole, self._states)
 
@@ -436,17 +455,16 @@ class StackedFit:
             self._parts[low, high] = _Part(part, None if part is self.whole else rows, self._metrics.part(low, high))
         return self._parts[low, high]
 
-    def _batch(self, step: StepCaller, low: int, high: int, batch: Any, number: int) -> None:
-        """Train the clients from `low` to before `high` on one batch of each."""
+    def _batch(self, step: StepCaller, low: int, high: int, batch: Any, number: int) -> list[BatchPass]:
+        """Train the clients from `low` to before `high` on one batch of each; return it if a hook is to see it."""
         log, clients = self.log, self._part(low, high)
         part, callbacks = clients.module, [callback for callback, _ in self._callbacks]
         if part is not self.whole:
             callbacks = [callback.rows(low, high) for callback in callbacks]
         taken = self.optimizer.taken[low:high]
         one, recorded = self._pass_of(step, clients, low, high, batch, number), None
-        for callback in callbacks:
-            callback.before_batch(one)
-
+        one.has_outputs = "on_train_batch_end" in self.trainer.hooks.overridden
+        self._start_batch(callbacks, one)
         if self._recorder is None:
             self._pass(one, callbacks)
         else:
@@ -464,6 +482,23 @@ class StackedFit:
             callback.after_batch(one)
         for leaf in part.leaves.values():
             leaf.grad = None
+        return [one] if one.has_outputs else []
+
+    def _start_batch(self, callbacks: Sequence[StackedCallback], one: BatchPass) -> None:
+        """Let callbacks and the module act before a batch."""
+        self._mask_after_hooks()
+        for callback in callbacks:
+            callback.before_batch(one)
+        if self._batch_hook("on_train_batch_start", one) == -1:
+            raise NotStackable("is preceded by `on_train_batch_start`, which ends the epoch of a client")
+        self._mask_after_hooks()
+
+    def _mask_after_hooks(self) -> None:
+        """Let callbacks act on weights that hooks of the module may have written."""
+        if self._hooked:
+            self._hooked = False
+            for callback, _ in self._callbacks:
+                callback.after_hooks()
 
     def _prepare_step(self, callbacks: Sequence[StackedCallback], part: StackedModule, taken: Sequence[int]) -> None:
         """Let callbacks act on the gradients, and clip them."""

@@ -1,48 +1,79 @@
-"""Hooks of a module that are called once for all clients of a stack."""
+"""Hooks of a module that are called once for several clients of a stack."""
 
 from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_sparsefl.federated.exchange.failures import is_out_of_memory
 from lightning_sparsefl.federated.local.fast.hooks import Hooks
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
-from lightning_sparsefl.federated.local.stacked.metrics.states import MetricStates
+from lightning_sparsefl.federated.local.stacked.metrics.states import MetricRows
 from lightning_sparsefl.federated.local.stacked.reasons import reason_of
+from lightning_sparsefl.federated.local.stacked.stack_reader import samples_of
 
-_TIMES = ("start", "epoch_start", "epoch_end", "end")
-TRAINING_HOOKS = frozenset(f"on_train_{time}" for time in _TIMES)
-"""Hooks of a fit that have no arguments."""
+_TIMES = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
+TRAINING_HOOKS = frozenset(("on_fit_start", *(f"on_train_{time}" for time in _TIMES)))
+"""Hooks of a fit that are called for several clients at once."""
 EVALUATION_HOOKS = frozenset(f"on_{stage}_{time}" for stage in ("validation", "test") for time in _TIMES)
-"""Hooks of an evaluation that have no arguments."""
+"""Hooks of an evaluation that are called for several clients at once."""
+BATCH_HOOKS = frozenset(name for name in TRAINING_HOOKS | EVALUATION_HOOKS if "_batch_" in name)
+"""Hooks that see a batch."""
 
 
 def call_hook(
-    name: str, hooks: Hooks, part: StackedModule, log: StackedLog, metrics: MetricStates, low: int, high: int
-) -> None:
-    """Call a hook of the module for several clients at once.
+    name: str,
+    hooks: Hooks,
+    part: StackedModule,
+    metrics: MetricRows,
+    log: StackedLog,
+    given: tuple[Any, ...] = (),
+    number: int | None = None,
+) -> Any:
+    """Call a hook of the module for several clients at once, and return what it returns.
 
     Args:
         name: Name of the hook, which the module overrides.
         hooks: Caller of the hooks.
-        part: Tensors of the clients from `low` to before `high`.
+        part: Tensors of the clients.
+        metrics: States of the metric objects of the clients.
         log: Receiver of what the hook logs.
-        metrics: States of the metric objects of all clients.
-        low: First client.
-        high: Client after the last one.
+        given: Arguments of a hook of a batch that have the clients in dimension 0 of their tensors, the batch last.
+        number: Number of the batch; None for a hook of another kind.
 
     Raises:
         NotStackable: If the hook fails for several clients at once.
     """
 
-    def run(batch: None, level: int) -> None:
-        log.level = level
-        with metrics.part(low, high).shown(level):
-            hooks.call_module(name)
+    def run(given: Any, level: int) -> Any:
+        log.level, entries = level, tree_leaves(given)
+        with metrics.shown(level):
+            output = hooks.call_module(name, *given, *(() if number is None else (number,)))
+        now = tree_leaves(given)
+        if len(now) != len(entries) or any(one is not other for one, other in zip(now, entries, strict=True)):
+            raise NotStackable("replaces an entry of the batch instead of writing into it")
+        return output
 
+    samples = None if number is None else partial(samples_of, given[-1])
     try:
-        with log.of_hook(name, low, high):
-            part.call(run, None)
+        with log.of_hook(name, metrics.low, metrics.high, samples):
+            return part.call(run, given)
     except Exception as error:
         if is_out_of_memory(error):
             raise
         raise NotStackable(f"is followed by `{name}`, which {reason_of(error)}") from error
+
+
+def require_plain(output: Any) -> None:
+    """Raise :class:`NotStackable` if what a step returns to a hook holds other objects than tensors and numbers.
+
+    Args:
+        output: What the step returns, without the loss.
+    """
+    for value in tree_leaves(output):
+        if not isinstance(value, (Tensor, bool, int, float, str, type(None))):
+            raise NotStackable(f"returns a `{type(value).__name__}` to a hook, of which each client has its own")

@@ -198,6 +198,8 @@ class StackedLog:
     """Metric objects that the step that runs has logged."""
     hook: str = ""
     """Hook of the module that runs; empty in a step."""
+    of_epoch: bool = False
+    """Whether the hook that runs logs values of an epoch, unless it chooses otherwise."""
     epoch: int = 0
     """Number of the epoch, from 1; 0 before the first one."""
     _entries: dict[tuple[str, str], _Entry] = field(default_factory=dict)
@@ -226,12 +228,12 @@ class StackedLog:
             NotStackable: If the value is no metric object, number or tensor of one number, or is reduced otherwise than
                 by mean, sum, minimum or maximum.
         """
-        if self.hook == "on_train_end":
-            raise NotStackable("logs in `on_train_end`")
+        if self.hook in _SILENT:
+            raise NotStackable("logs values, which Lightning refuses there")
         if isinstance(batch_size, Tensor):
             raise NotStackable(f"logs {name!r} with a tensor as `batch_size`")
-        on_step = not self.hook if on_step is None else on_step
-        on_epoch = bool(self.hook) if on_epoch is None else on_epoch
+        on_step = not self.of_epoch if on_step is None else on_step
+        on_epoch = self.of_epoch if on_epoch is None else on_epoch
         if isinstance(value, Metric):
             self._log_object(LoggedObject(name, value, on_step, on_epoch))
             return
@@ -257,20 +259,25 @@ class StackedLog:
             self.log(f"{call.name}_step" if call.on_epoch else call.name, value.detach(), on_step=True, batch_size=1)
 
     @contextmanager
-    def of_hook(self, name: str, low: int, high: int) -> Iterator[None]:
-        """Receive what a hook of the module logs within the context for several clients, as values of an epoch.
+    def of_hook(self, name: str, low: int, high: int, samples: Callable[[], int] | None = None) -> Iterator[None]:
+        """Receive what a hook of the module logs within the context for several clients.
 
         Args:
             name: Name of the hook.
             low: First client.
             high: Client after the last one.
+            samples: Function that returns the number of samples of the batch that the hook sees; None for another hook,
+                whose values are those of an epoch.
         """
-        self.low, self.high, self.samples, self.hook = low, high, _one, name
+        before = (self.low, self.high, self.samples)
+        self.low, self.high, self.samples = low, high, samples or _one
+        self.hook, self.of_epoch = name, samples is None
         try:
             yield
             self.collect()
         finally:
-            self.hook = ""
+            self.hook, self.of_epoch = "", False
+            self.low, self.high, self.samples = before
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -448,5 +455,7 @@ class EvaluationLog(StackedLog):
         return found
 
 
+_SILENT = ("on_fit_start", "on_train_end", "on_validation_end", "on_test_end")
+"""Hooks in which nothing can be logged."""
 _REDUCTIONS = ("mean", "sum", "min", "max", "amin", "amax")
 _STARTS = {"min": float("inf"), "amin": float("inf"), "max": float("-inf"), "amax": float("-inf")}

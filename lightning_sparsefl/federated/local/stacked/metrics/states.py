@@ -217,7 +217,8 @@ class MetricRows:
     """
 
     def __init__(self, states: MetricStates, low: int, high: int) -> None:
-        self._states, self._clients = states, slice(low, high)
+        self._states, self.low, self.high = states, low, high
+        self._clients = slice(low, high)
         self.changes: Sequence[CountChange] = ()
         """What the last step has done to the number of updates of each metric object."""
 

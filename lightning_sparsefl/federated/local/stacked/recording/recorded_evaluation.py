@@ -52,6 +52,10 @@ class EvaluationPass:
     log: EvaluationLog
     metrics: MetricRows
     """States of the module's metric objects."""
+    has_output: bool = False
+    """Whether a hook sees what the step returns."""
+    output: Any = None
+    """What the step has returned, if :attr:`has_output`."""
 
     @property
     def key(self) -> Hashable:
@@ -63,12 +67,13 @@ class EvaluationPass:
         self._do(self.number)
 
     def _do(self, number: int) -> None:
-        def run(batch: Any, level: int) -> None:
+        def run(batch: Any, level: int) -> Any:
             self.log.level = level
             with self.metrics.shown(level):
-                self.step(batch, number)
+                output = self.step(batch, number)
+            return output if self.has_output else None
 
-        self.part.call(run, self.batch)
+        self.output = self.part.call(run, self.batch)
 
     def repeat(self, recorded: RecordedEvaluation) -> None:
         """Do the step as a recorded one.

@@ -21,11 +21,11 @@ from lightning_sparsefl.federated.local.fast.steps import StepCaller
 from lightning_sparsefl.federated.local.isolation import Settings, isolate_metrics, restore_trainer_refs
 from lightning_sparsefl.federated.local.stacked.attributes import ChangedAttributes
 from lightning_sparsefl.federated.local.stacked.fit import StackTrainer
-from lightning_sparsefl.federated.local.stacked.hooks import call_hook
+from lightning_sparsefl.federated.local.stacked.hooks import BATCH_HOOKS, EVALUATION_HOOKS, call_hook, require_plain
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
 from lightning_sparsefl.federated.local.stacked.logs import EvaluationLog
 from lightning_sparsefl.federated.local.stacked.metrics.functional import functions_for_clients
-from lightning_sparsefl.federated.local.stacked.metrics.states import MetricStates
+from lightning_sparsefl.federated.local.stacked.metrics.states import MetricRows, MetricStates
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader, reading_key
 from lightning_sparsefl.federated.local.stacked.recording.recorded_evaluation import EvaluationPass
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
@@ -129,7 +129,8 @@ class StackedEvaluation:
         self._reader = None if examples else StackReader([request.reader() for request in requests])
         seed_all(*requests[0].key)
         self.log, self.kept = EvaluationLog(self.size), ModuleStates(self.module)
-        self._recorder = None if changed.names else recorder
+        sees_batches = BATCH_HOOKS & EVALUATION_HOOKS & trainer.hooks.overridden
+        self._recorder = None if changed.names or sees_batches else recorder
         trees = [request.weights for request in requests]
         self.whole = StackedModule(self.module, self.size, shared_names(trees, trees[0]), changed.names)
         self.whole.load(trees)
@@ -143,7 +144,7 @@ class StackedEvaluation:
         Raises:
             NotStackable: If the step does something that has no meaning for several clients at once.
         """
-        trainer, name = self.trainer, "test" if self.stage is RunningStage.TESTING else "validation"
+        trainer, name = self.trainer, self._name
         trainer._start(TrainerFn(self.stage.value), self.stage)
         self.metrics = MetricStates(self.module, self.size)
         settings = Settings.of_trainer(trainer)
@@ -174,12 +175,26 @@ class StackedEvaluation:
             request.result = result
         isolate_metrics(self.module)
 
+    @property
+    def _name(self) -> str:
+        return "test" if self.stage is RunningStage.TESTING else "validation"
+
     def _hook(self, name: str) -> None:
         """Call a hook of the module for all clients, if the module overrides it."""
         if name in self.trainer.hooks.overridden:
             for low, high in equal_ranges(self.whole.attributes.phases()):
-                call_hook(name, self.trainer.hooks, self.whole.part(low, high), self.log, self.metrics, low, high)
-            self.kept.require_same()
+                self._call(name, self.whole.part(low, high), self.metrics.part(low, high))
+
+    def _batch_hook(self, time: str, one: EvaluationPass, *outputs: Any) -> None:
+        """Call a hook of the module for a batch of each of several clients, if the module overrides it."""
+        name = f"on_{self._name}_batch_{time}"
+        if name in self.trainer.hooks.overridden:
+            require_plain(outputs)
+            self._call(name, one.part, one.metrics, (*outputs, one.batch), one.number)
+
+    def _call(self, name: str, part: StackedModule, metrics: MetricRows, *args: Any) -> None:
+        call_hook(name, self.trainer.hooks, part, metrics, self.log, *args)
+        self.kept.require_same()
 
     def _ranges(self, number: int) -> Iterator[tuple[int, int]]:
         """Iterate over ranges of clients, from the first one to before the last one, whose batches have equal sizes."""
@@ -200,7 +215,9 @@ class StackedEvaluation:
         batch = trainer.precision_plugin.convert_input(batch)
         batch = trainer.hooks.to_device(batch, trainer.strategy.root_device)
         log.low, log.high, log.samples = low, high, partial(samples_of, batch)
-        one = EvaluationPass(part, step, batch, number, log, self.metrics.part(low, high))
+        sees = f"on_{self._name}_batch_end" in trainer.hooks.overridden
+        one = EvaluationPass(part, step, batch, number, log, self.metrics.part(low, high), sees)
+        self._batch_hook("start", one)
         recorded = None
         if self._recorder is None:
             one.call()
@@ -211,6 +228,7 @@ class StackedEvaluation:
             self.kept.require_unchanged()
         elif recorded is None:
             self.kept.require_same()
+        self._batch_hook("end", one, one.output)
 
     def _read(self, number: int) -> Iterator[tuple[int, int, Any]]:
         """Read one batch of each client; see :meth:`.StackReader.read`."""

@@ -231,6 +231,8 @@ class StackingTrial:
                 for parameter, (required, _) in zip(self._module.parameters(), before, strict=True):
                     parameter.requires_grad_(required)
                 raise NotStackable("is preceded by `configure_optimizers`, which freezes, unfreezes or sets weights")
-            by_step = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
-            self.planned = self.planned or by_step or loop.asked
+            # a hook after a client's last batch sees the rates of the next epoch
+            rates = [config.interval for config in trainer.lr_scheduler_configs]
+            by_step = "step" in rates or (rates and "on_train_batch_end" in trainer.hooks.overridden)
+            self.planned = bool(self.planned or by_step or loop.asked)
             return list(trainer.optimizers), ModuleStates(self._module).values()
