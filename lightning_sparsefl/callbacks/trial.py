@@ -122,8 +122,8 @@ def first_samples(batch: Any, number: int = 2) -> Any:
 @contextmanager
 def trial(module: LightningModule) -> Iterator[None]:
     """Disable logging, and restore attributes, buffers, metrics and random states (torch, NumPy, Python) afterwards."""
-    attributes, containers = [(child, dict(vars(child))) for child in module.modules()], ContainerStates()
-    for _, own in attributes:
+    attributes = [(child, type(child), dict(vars(child)), ContainerStates()) for child in module.modules()]
+    for *_, own, containers in attributes:
         for name, value in own.items():
             containers.add(value, name)
     parts = [part for part in module.modules() if isinstance(part, LightningModule)]
@@ -146,9 +146,10 @@ def trial(module: LightningModule) -> Iterator[None]:
             for child, name, buffer, value in buffers:
                 buffer.copy_(value)
                 child._buffers[name] = buffer  # which the step may have replaced
-        for child, own in attributes:
-            fill(vars(child), own)
-        containers.restore()
+        for child, kind, own, containers in attributes:
+            if type(child) is kind:  # no lazy layer, which the pass has initialized
+                fill(vars(child), own)
+                containers.restore()
         for metric, own in metrics:
             fill(vars(metric), own)
 

@@ -10,7 +10,7 @@ from typing import Any
 CONTAINERS = (dict, list, set, deque)
 """Types of containers that are changed in place."""
 _LARGE = 10_000
-"""Number of items from which on a container is not copied, so that data in attributes costs nothing."""
+"""Number of items, with those of inner containers, from which on a container is not copied: data costs little."""
 
 
 def fill(container: Any, content: Any) -> Any:
@@ -27,30 +27,78 @@ def fill(container: Any, content: Any) -> Any:
     content = dict(content) if isinstance(content, dict) else list(content)
     container.clear()
     if isinstance(container, dict):
-        dict.update(container, content)  # since a Counter adds
+        for key, value in content.items():  # since `update` of a Counter adds
+            container[key] = value
     else:
         container.update(content) if isinstance(container, set) else container.extend(content)
     return container
 
 
-def is_large(container: Any) -> bool:
-    """Return whether a container has too many items to be copied before the work of each client.
+def content_of(container: Any) -> Any:
+    """Return a copy of the content of a container: a dict, or a list of the items.
 
     Args:
         container: List, dict, set or deque.
+
+    Example:
+        >>> content_of(deque([1, 2], maxlen=3))
+        [1, 2]
     """
-    return len(container) >= _LARGE
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
+def has_content(container: Any, content: Any) -> bool:
+    """Return whether a container has the same objects in the same order.
+
+    Args:
+        container: List, dict, set or deque.
+        content: Result of :func:`content_of`.
+
+    Example:
+        >>> has_content([1, 2], [1, 2]), has_content({"a": 1}, {"a": 1, "b": 2})
+        (True, False)
+    """
+    if len(container) != len(content) or not all(map(operator.is_, container, content)):
+        return False
+    return not isinstance(container, dict) or all(map(operator.is_, container.values(), content.values()))
+
+
+def containers_in(value: Any) -> list[Any] | None:
+    """Return a container with the containers in it, also those in tuples; None if they have too many items.
+
+    Args:
+        value: Value of any kind; one that is neither a container nor a tuple has none.
+
+    Example:
+        >>> containers_in({"a": [1], "b": (2, [3])})
+        [{'a': [1], 'b': (2, [3])}, [1], [3]]
+        >>> containers_in(list(range(10_000)))
+    """
+    found: dict[int, Any] = {}
+    waiting, items = [value], 0
+    for each in waiting:  # which grows
+        if not isinstance(each, (*CONTAINERS, tuple)) or id(each) in found:
+            continue
+        if not isinstance(each, tuple):
+            found[id(each)] = each
+        inner: Iterable[Any] = each.values() if isinstance(each, dict) else each
+        items += len(each)
+        if items >= _LARGE:
+            return None
+        waiting += inner
+    return list(found.values())
 
 
 class ContainerStates:
     """Snapshot of the contents of containers, and of the containers in them.
 
-    Objects in them are not covered, and neither are containers of ten thousand items.
+    Objects in them are not covered, and neither is a container that has ten thousand items with those in it.
 
     Example:
         >>> outputs = {"losses": [1.0]}
         >>> states = ContainerStates()
         >>> states.add(outputs, "outputs")
+        True
         >>> outputs["losses"].append(2.0)
         >>> outputs["seen"] = 3
         >>> states.restore()
@@ -62,35 +110,26 @@ class ContainerStates:
     def __init__(self) -> None:
         self._before: dict[int, tuple[Any, Any, str]] = {}
 
-    def add(self, value: Any, name: str) -> None:
-        """Take a snapshot of a value, if it is a container or a tuple.
+    def add(self, value: Any, name: str) -> bool:
+        """Take a snapshot of a value, if it is a container or a tuple, and return whether it is covered.
 
         Args:
             value: Value of any kind.
             name: Name of the value, which the containers in it have too.
         """
-        if isinstance(value, tuple):
-            self._add_all(value, name)
-        elif isinstance(value, CONTAINERS) and id(value) not in self._before and not is_large(value):
-            content = dict(value) if isinstance(value, dict) else list(value)
-            self._before[id(value)] = (value, content, name)
-            self._add_all(content.values() if isinstance(content, dict) else content, name)
-
-    def _add_all(self, items: Iterable[Any], name: str) -> None:
-        for item in items:
-            self.add(item, name)
+        if not isinstance(value, (*CONTAINERS, tuple)):
+            return True
+        found = containers_in(value)
+        if found is None:
+            return False
+        for each in found:
+            if id(each) not in self._before:
+                self._before[id(each)] = (each, content_of(each), name)
+        return True
 
     def restore(self) -> list[str]:
         """Restore the contents, and return the names of values that had others."""
-        changed = [each for each in self._before.values() if not _is_same(each[0], each[1])]
+        changed = [each for each in self._before.values() if not has_content(each[0], each[1])]
         for value, content, _ in changed:
             fill(value, content)
         return sorted({name for *_, name in changed})
-
-
-def _is_same(now: Any, before: Any) -> bool:
-    """Return whether a container has the same objects in the same order."""
-    if len(now) != len(before):
-        return False
-    same = all(map(operator.is_, now, before))
-    return same and (not isinstance(now, dict) or all(map(operator.is_, now.values(), before.values())))

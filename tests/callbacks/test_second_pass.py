@@ -339,6 +339,23 @@ def test_a_gradient_elsewhere_leaves_no_trace_and_sees_the_same_dropout(fit):
     assert every[0] != every[1]
 
 
+def test_a_gradient_elsewhere_leaves_hooks_that_remove_themselves(fit):
+    """Hooks are in ordered dictionaries, whose order is restored too."""
+    module, calls = Busy(), []
+    layer = module.net[0]
+    layer.register_forward_hook(lambda *_: calls.append("always"))
+
+    def once(*_):
+        calls.append("once")
+        handle.remove()
+
+    handle = layer.register_forward_hook(once)
+    fit(module, [Peek()], epochs=1)
+    passes = len(module.note.__self__)
+    assert calls.count("always") == passes
+    assert calls.count("once") == 3  # in the two passes before the first step, after each of which it is there again
+
+
 class Holder(Callback):
     """At the end of each batch: the module holds what the optimizer left."""
 

@@ -16,7 +16,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.local.metric_attributes import MetricAttributes
-from lightning_sparsefl.sparse.containers import CONTAINERS, ContainerStates, is_large
+from lightning_sparsefl.sparse.containers import ContainerStates
 
 _OF_USERS = {
     "_automatic_optimization",
@@ -184,13 +184,12 @@ class ModuleState:
                 hooks = value._backward_hooks
                 self._parameters.append((value, value.requires_grad, hooks.copy() if hooks else _NO_HOOKS))
         self._hooks += [(hooks, hooks.copy() if hooks else _NO_HOOKS) for hooks in map(attributes.__getitem__, HOOKS)]
-        if not _is_of_torch(module) and not isinstance(module, MetricCollection):
-            for key, value in attributes.items():
-                if key in OF_LIGHTNING:
-                    continue
-                self._containers.add(value, f"{name}.{key}")
-                if isinstance(value, CONTAINERS) and is_large(value):
-                    self._sizes.append((name, key, value, len(value)))
+        if isinstance(module, MetricCollection):
+            return
+        for key, value in attributes.items():
+            restored = key not in OF_LIGHTNING and is_restored(module, key)
+            if restored and not self._containers.add(value, f"{name}.{key}"):
+                self._sizes.append((name, key, value, len(value)))
 
     def restore(self) -> None:
         """Restore the snapshot."""

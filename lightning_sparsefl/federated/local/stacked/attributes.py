@@ -7,14 +7,14 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.logs import ChangesAttribute, NotStackable
-from lightning_sparsefl.sparse.containers import fill
+from lightning_sparsefl.sparse.containers import containers_in, fill
 
 _CONTAINERS = (list, deque, set, dict, Counter, OrderedDict, defaultdict)
 """Types of containers that may have other contents for each client."""
@@ -47,9 +47,9 @@ class ChangedAttributes:
             run()
             return
         except ChangesAttribute as error:
-            if error.attribute in self.names:
+            if error.attributes <= self.names:
                 raise
-            self.names.add(error.attribute)
+            self.names |= error.attributes
         undo()
         self.repeat(run, undo)
 
@@ -68,23 +68,9 @@ class _Slot(NamedTuple):
     table: dict[str, Any]
     key: str
     value: Any
-    content: Any
-    """Copy of a container's content; None for another value."""
 
-    @property
-    def is_container(self) -> bool:
-        """Whether the value may be changed in place."""
-        return self.content is not None
-
-    def show(self, value: Any, content: Any) -> None:
-        """Set the attribute, and the content of the container that it had.
-
-        Args:
-            value: Value to set; none to delete the attribute.
-            content: Content of the container.
-        """
-        if self.is_container:
-            fill(self.value, content)
+    def show(self, value: Any) -> None:
+        """Set the attribute, or delete it for a value that is missing."""
         if value is _MISSING:
             self.table.pop(self.key, None)
         else:
@@ -96,8 +82,8 @@ class _Held(NamedTuple):
 
     size: int
     values: list[Any]
-    """Value and content of each slot, one after another; their tensors have the clients in dimension 0, but for those
-    that the module had before."""
+    """Values of the slots, then the contents of the containers that the module had before; their tensors have the
+    clients in dimension 0, but for those that the module had before."""
 
 
 class AttributeStates:
@@ -116,9 +102,12 @@ class AttributeStates:
         self.slots = [_slot(module, path, key) for path, key in sorted(names)]
         self._known: dict[int, Any] = {id(_MISSING): _MISSING}
         """Tensors that the module had before, and objects that are no containers, by identity."""
-        self._originals = {
-            id(slot.value): (slot.value, _Original(place)) for place, slot in enumerate(self.slots) if slot.is_container
-        }
+        found = (each for slot in self.slots for each in containers_in(slot.value) or () if type(each) in _CONTAINERS)
+        self._originals = list({id(each): each for each in found}.values())
+        """Containers that the module had before, also those in others, which others may hold too."""
+        self._contents = [copy(each) for each in self._originals]
+        self.storages: frozenset[int] = frozenset()
+        """Memory of the weights of all clients."""
         first = _Held(size, self._read(self._note, self._note))
         self.held = [(first, place) for place in range(size)]
         """Values of each client, and its place among the clients that have them."""
@@ -128,12 +117,9 @@ class AttributeStates:
 
     def _read(self, tensors: Callable[[Tensor], Tensor], others: Callable[[Any], Any]) -> list[Any]:
         """Return copies of the values and contents of the attributes as they are now."""
-        copier = _Copier(tensors, others, self._originals)
-        found: list[Any] = []
-        for slot in self.slots:
-            found.append(copier.copy(slot.table.get(slot.key, _MISSING)))
-            found.append(copier.content(slot.value) if slot.is_container else None)
-        return found
+        copier = _Copier(tensors, others, {id(each): (each, _Original(at)) for at, each in enumerate(self._originals)})
+        values = [copier.copy(slot.table.get(slot.key, _MISSING)) for slot in self.slots]
+        return values + [copier.content(each) for each in self._originals]
 
     def _unless_known(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """Return a function that leaves the tensors as they are that the module had before."""
@@ -151,19 +137,52 @@ class AttributeStates:
         def same(value: Any) -> Any:
             if id(value) in self._known:
                 return value
-            names = " and ".join(f"`{slot.name}`" for slot in self.slots)
-            raise NotStackable(f"keeps a `{type(value).__name__}` in {names}, which all clients share")
+            raise NotStackable(f"keeps a `{type(value).__name__}` in {self._names}, which all clients share")
 
         held = _Held(high - low, self._read(self._unless_known(tensors), same))
         self.held[low:high] = [(held, place) for place in range(high - low)]
 
-    def original(self, value: Any) -> Any:
-        """Return the container that stands for a value, or the value itself.
+    @property
+    def _names(self) -> str:
+        return " and ".join(f"`{slot.name}`" for slot in self.slots)
+
+    def show(self, values: Sequence[Any], function: Callable[[Tensor], Tensor]) -> None:
+        """Give the module stored values.
 
         Args:
-            value: Object that is neither a tensor nor a container.
+            values: The values.
+            function: Function that is applied to the tensors of clients.
         """
-        return self.slots[value.place].value if isinstance(value, _Original) else value
+        originals = self._originals
+        shown = self.mapped(
+            values, function, lambda value: originals[value.place] if isinstance(value, _Original) else value
+        )
+        for slot, value in zip(self.slots, shown, strict=False):
+            slot.show(value)
+        for container, content in zip(originals, shown[len(self.slots) :], strict=True):
+            fill(container, content)
+
+    def restore(self) -> None:
+        """Give the module what it had before."""
+        for slot in self.slots:
+            slot.show(slot.value)
+        for container, content in zip(self._originals, self._contents, strict=True):
+            fill(container, content)
+
+    @contextmanager
+    def hidden(self, reads: str) -> Iterator[None]:
+        """Refuse to read the attributes within the context, in which code of the module runs for all clients.
+
+        Args:
+            reads: Start of the clause that says what reads them.
+        """
+        for slot in self.slots:
+            slot.show(_Hidden(f"{reads} `{slot.name}`, of which each client has its own"))
+        try:
+            yield
+        finally:
+            for slot in self.slots:
+                slot.show(slot.value)
 
     def part(self, low: int, high: int) -> AttributeRows:
         """Return the values of the clients from `low` to before `high`.
@@ -210,9 +229,21 @@ class AttributeStates:
             return held.values
         if len(set(self.phases(low, high))) > 1:
             raise NotStackable("keeps other values in attributes for other clients")
-        columns = zip(*(self._rows(*each) for each in own), strict=True)
-        stacked = map(torch.stack, columns)
+        rows = [self._rows(*each) for each in own]
+        self._require_apart(rows[0], self.storages)
+        stacked = map(torch.stack, zip(*rows, strict=True))
         return self.mapped(held.values, lambda tensor: next(stacked))
+
+    def _require_apart(self, tensors: Sequence[Tensor], others: Collection[int] = ()) -> None:
+        """Raise :class:`NotStackable` if copies of tensors would not be written with each other, as they are.
+
+        Args:
+            tensors: The tensors.
+            others: Memory of other tensors that may be written.
+        """
+        places = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+        if len(set(places)) < len(places) or not set(places).isdisjoint(others):
+            raise NotStackable(f"keeps a weight itself, or two views of one tensor, in {self._names}")
 
     def _rows(self, held: _Held, place: int) -> list[Tensor]:
         """Return the tensors of one client."""
@@ -266,25 +297,32 @@ class AttributeRows:
             yield
             return
 
+        whole: dict[int, tuple[Tensor, Tensor]] = {}  # what is shown, and what it is a view of
+        common: list[Tensor] = []
+
         def given(tensor: Tensor) -> Tensor:
-            return functorch.wrap(tensor, 0, level) if level else tensor[0]
+            view = functorch.wrap(tensor, 0, level) if level else tensor[0]
+            whole[id(view)] = (view, tensor)
+            return view
 
         def stored(tensor: Tensor) -> Tensor:
+            if id(tensor) in whole:
+                return whole[id(tensor)][1]
             if not level:
                 return tensor.unsqueeze(0)
             value, dim = functorch.unwrap(tensor, level) if functorch.is_batched(tensor) else (tensor, None)
-            # a copy for each client, into which the next step may write
-            return value.expand(size, *value.shape).clone() if dim is None else value.movedim(dim, 0)
+            if dim is not None:
+                return value.movedim(dim, 0)
+            common.append(value)
+            states._require_apart(common)
+            return value.expand(size, *value.shape).clone()  # into which the next step may write
 
-        shown = states.mapped(states.values(self.low, self.high), given, states.original)
         try:
-            for slot, value, content in zip(states.slots, shown[::2], shown[1::2], strict=True):
-                slot.show(value, content)
+            states.show(states.values(self.low, self.high), given)
             yield
             states.store(self.low, self.high, stored)
         finally:
-            for slot in states.slots:
-                slot.show(slot.value, slot.content)
+            states.restore()
 
     def phases(self) -> list[Hashable]:
         """Return for each client what must agree for clients to step together; see :meth:`AttributeStates.phases`."""
@@ -294,6 +332,9 @@ class AttributeRows:
     def kept(self) -> Iterator[None]:
         """Restore the values when the context ends."""
         states = self.states
+        if not states.slots:
+            yield
+            return
         before = states.held[self.low : self.high]
         copied = states.mapped(states.values(self.low, self.high), torch.clone)
         states.held[self.low : self.high] = [(_Held(len(before), copied), place) for place in range(len(before))]
@@ -335,6 +376,8 @@ class _Copier:
         if isinstance(value, tuple):
             items = list(map(self.copy, value))
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if type(value) is set and any(isinstance(item, Tensor) for item in value):
+            raise NotStackable("keeps tensors in a set")
         return self.content(value) if type(value) in _CONTAINERS else self._others(value)
 
     def content(self, container: Any) -> Any:
@@ -348,6 +391,24 @@ class _Copier:
 def _slot(module: nn.Module, path: str, key: str) -> _Slot:
     """Return an attribute of a submodule as it is now."""
     table = vars(module.get_submodule(path))
-    value = table.get(key, _MISSING)
-    content = copy(value) if type(value) in _CONTAINERS else None
-    return _Slot(".".join(filter(None, ("self", path, key))), table, key, value, content)
+    return _Slot(".".join(filter(None, ("self", path, key))), table, key, table.get(key, _MISSING))
+
+
+class _Hidden:
+    """Stand-in for a value that raises when it is used.
+
+    Args:
+        clause: Clause of the error.
+    """
+
+    def __init__(self, clause: str) -> None:
+        vars(self)["clause"] = clause
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotStackable(vars(self)["clause"])
+
+    __getattr__ = __setattr__ = __call__ = __getitem__ = __setitem__ = __iter__ = __len__ = __contains__ = _refuse
+    __bool__ = __float__ = __int__ = __index__ = __str__ = __repr__ = __format__ = __hash__ = _refuse
+    __neg__ = __abs__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _refuse

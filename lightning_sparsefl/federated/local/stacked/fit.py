@@ -213,7 +213,7 @@ class StackedFit:
                 raise NotStackable("gets batches of other shapes from other clients")
             one = self._pass_of(self._caller(), self._part(low, high), low, high, batch, 0)
             self._batch_hook("on_train_batch_start", one)
-            run_backward(self._losses(one).sum())
+            self._backward(one)
             self._require_no_gradients()
         self.trainer._finish()
         leaves = {name: self.whole.leaves[name] for name in weight_parameters(self.module)}
@@ -407,7 +407,8 @@ class StackedFit:
             return
         self.loop.for_all = True
         reads_weights = f"{_SCHEDULER_READS} weights, of which each client has its own"
-        with self._for_all(_SCHEDULER_READS), OtherTensors(self.whole.own_ids, reads_weights):
+        hidden = self.whole.attributes.states.hidden(_SCHEDULER_READS)
+        with hidden, self._for_all(_SCHEDULER_READS), OtherTensors(self.whole.own_ids, reads_weights):
             step_schedulers(self.trainer, self.trainer.hooks, interval, number, plateau=False)
         self.loop.for_all = False
 
@@ -515,7 +516,7 @@ class StackedFit:
         """Give the clients of a batch their gradients by calling the module's training step."""
         for callback in callbacks:
             callback.before_pass(one)
-        run_backward(self._losses(one).sum())
+        self._backward(one)
         if not self.checked:
             self._require_alike()
             self.checked = True
@@ -533,6 +534,12 @@ class StackedFit:
             raise NotStackable("sets options of the optimizer, which all clients share")
         if not is_same_structure(structure_of(self.module), structure):
             raise NotStackable("changes layers of the module, their modes or their hooks, which all clients share")
+
+    def _backward(self, one: BatchPass) -> None:
+        """Call the training step, and give the leaves their gradients."""
+        loss = self._losses(one).sum()
+        with self.whole.attributes.states.hidden("has a backward pass that reads"):
+            run_backward(loss)
 
     def _losses(self, one: BatchPass) -> Tensor:
         """Return the losses of a batch of each client."""

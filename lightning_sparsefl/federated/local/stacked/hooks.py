@@ -72,7 +72,7 @@ def require_plain(output: Any) -> None:
     """Raise :class:`NotStackable` if what a step returns to a hook holds other objects than tensors and numbers.
 
     Args:
-        output: What the step returns, without the loss.
+        output: Output of the step.
     """
     for value in tree_leaves(output):
         if not isinstance(value, (Tensor, bool, int, float, str, type(None))):

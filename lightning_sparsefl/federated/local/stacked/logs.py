@@ -50,16 +50,16 @@ class NotStackable(Exception):
 
 
 class ChangesAttribute(NotStackable):
-    """A step changes an attribute of the module, of which each client needs a value of its own.
+    """A step changes attributes of the module, of which each client needs values of its own.
 
     Args:
         clause: Clause that says what the step does.
-        attribute: Path of the submodule, and name of its attribute.
+        attributes: Path of the submodule, and name of its attribute, for each of them.
     """
 
-    def __init__(self, clause: str, attribute: tuple[str, str]) -> None:
+    def __init__(self, clause: str, attributes: frozenset[tuple[str, str]]) -> None:
         super().__init__(clause)
-        self.attribute = attribute
+        self.attributes = attributes
 
 
 @dataclass

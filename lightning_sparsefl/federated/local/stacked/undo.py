@@ -25,7 +25,7 @@ from lightning_sparsefl.federated.local.isolation import OF_LIGHTNING, Settings,
 from lightning_sparsefl.federated.local.metric_attributes import own_attributes
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.logs import ChangesAttribute, NotStackable
-from lightning_sparsefl.sparse.containers import CONTAINERS, fill
+from lightning_sparsefl.sparse.containers import CONTAINERS, containers_in, content_of, fill, has_content
 
 _FOREIGN = ("torch", "lightning", "numpy", "lightning_sparsefl.federated")
 """Packages whose objects, such as modules, data and clients, are no part of the state of what holds them."""
@@ -118,7 +118,8 @@ class States:
             elif isinstance(value, _GENERATORS):
                 _set_state(value, before)
             elif isinstance(value, CONTAINERS):
-                fill(value, before)
+                if not has_content(value, content_of(before)):
+                    fill(value, before)
             else:
                 _set_attributes(value, before)
 
@@ -235,27 +236,27 @@ class ModuleStates(States):
 
     def changed(self) -> str | None:
         """Return what differs from the state before, as a clause of what a step does, or None."""
-        change = self._change()
-        return None if change is None else change.clause
+        return next((change.clause for change in self._changes()), None)
 
-    def _change(self) -> _Change | None:
-        """Return the first difference from the state before."""
+    def _changes(self) -> Iterator[_Change]:
+        """Iterate over the differences from the state before."""
         for name, child, own, buffers in self._owners:
             now = _own(child) | _buffers_of(child)
             for key in sorted({*now, *own, *buffers}):
                 if not _same(now.get(key), buffers.get(key, own.get(key))):
                     if key in buffers:
-                        return _Change(f"assigns the buffer `{name}.{key}` instead of writing into it")
-                    return _Change(_clause(f"{name}.{key}", now.get(key)), f"{name}.{key}")
+                        yield _Change(f"assigns the buffer `{name}.{key}` instead of writing into it")
+                    else:
+                        yield _Change(_clause(f"{name}.{key}", now.get(key)), f"{name}.{key}")
         written = {id(buffer) for *_, own in self._owners for buffer in own.values()}
         for value, before, name in self._before.values():
             if self._is_same(value, before):
                 continue
             if id(value) in written:
-                return _Change(f"writes into the buffer `{name}`")
-            holder = name.partition("[")[0] if isinstance(value, CONTAINERS) else ""
-            return _Change(_clause(name, value, before), holder)
-        return None
+                yield _Change(f"writes into the buffer `{name}`")
+            else:
+                holder = name.partition("[")[0] if isinstance(value, CONTAINERS) else ""
+                yield _Change(_clause(name, value, before), holder)
 
     def require_same(self) -> None:
         """Raise :class:`NotStackable` if anything has changed.
@@ -263,11 +264,13 @@ class ModuleStates(States):
         Raises:
             ChangesAttribute: If it is an attribute of which each client can have a value of its own.
         """
-        change = self._change()
-        if change is not None:
-            clause = f"{change.clause}, which all clients share"
-            attribute = self._attribute(change.name)
-            raise NotStackable(clause) if attribute is None else ChangesAttribute(clause, attribute)
+        found = [(change.clause, self._attribute(change.name)) for change in self._changes()]
+        clause = next((clause for clause, attribute in found if attribute is None), None)
+        if clause is not None:
+            raise NotStackable(f"{clause}, which all clients share")
+        attributes = frozenset(attribute for _, attribute in found if attribute is not None)
+        if attributes:
+            raise ChangesAttribute(f"{found[0][0]}, which all clients share", attributes)
 
     def require_unchanged(self) -> None:
         """Do as :meth:`require_same`, and raise if random numbers of Python or NumPy were drawn, which takes longer."""
@@ -281,7 +284,8 @@ class ModuleStates(States):
         for (path, child), (owner, *_) in zip(self._modules, self._owners, strict=True):
             key = name.removeprefix(f"{owner}.")
             if key != name and "." not in key and not isinstance(child, (Metric, MetricCollection)):
-                return (path, key) if is_restored(child, key) else None
+                is_small = containers_in(vars(child).get(key)) is not None
+                return (path, key) if is_small and is_restored(child, key) else None
         return None
 
     def _is_same(self, value: Any, before: Any) -> bool:
@@ -357,7 +361,9 @@ def _slots(kind: Any) -> frozenset[str]:
     found: list[str] = []
     for base in kind.__mro__:
         own = vars(base).get("__slots__", ())
-        found += [own] if isinstance(own, str) else own
+        hidden = f"_{base.__name__.lstrip('_')}"
+        names = [own] if isinstance(own, str) else own
+        found += [f"{hidden}{name}" if name.startswith("__") and name[-2:] != "__" else name for name in names]
     return frozenset(found) - {"__dict__", "__weakref__"}
 
 

@@ -52,7 +52,7 @@ class CollectsByKey(CollectsLosses):
     def training_step(self, batch, batch_idx):
         logits = self(batch[0])
         loss = F.cross_entropy(logits, batch[1])
-        self.found["losses"].append({"loss": loss.detach(), "number": batch_idx, "pair": (loss, "kept")})
+        self.found["losses"].append({"loss": loss.detach(), "number": batch_idx, "pair": (2 * loss, "kept")})
         self.found["right"].append((logits.argmax(1) == batch[1]).sum())
         return loss
 
@@ -191,6 +191,50 @@ class KeepsTheNewest(Plain):
         return loss * len(self.classes) + sum(self.newest) * self.net[2].weight.norm()
 
 
+class SharesAnInnerList(CollectsLosses):
+    """Reads a list within a dict, and by a closure, by another name."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = {"losses": [], "pair": ([],)}
+        self.again, self.count = self.found["losses"], self.found["pair"][0].__len__
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.found["losses"].append(loss.detach())
+        self.found["pair"][0].append(batch_idx)
+        return loss * (1 + self.count() + sum(self.again))
+
+    def on_train_epoch_end(self):
+        self.log("sum", torch.stack(self.again).sum())
+
+
+class KeepsTheOrder(Plain):
+    """Has one ordered dictionary that it changes, and one that stays as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.factors = collections.OrderedDict(first=0.5, second=1.5)
+        self.counts = collections.OrderedDict(steps=1)
+
+    def training_step(self, batch, batch_idx):
+        self.counts["steps"] += 1
+        self.counts.setdefault("more", 0)
+        return self.loss(batch) * sum(self.factors.values()) / sum(self.counts.values()) ** 0.5
+
+
+class KeepsInASequential(Plain):
+    """Keeps a list in a module of torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.net.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.net.seen.append(1)
+        return self.loss(batch) / len(self.net.seen)
+
+
 class LeavesItsLosses(CollectsLosses):
     """Leaves what it has collected, which is undone before the next client."""
 
@@ -247,7 +291,7 @@ class CollectsScores(Plain):
 
 KINDS = [CollectsLosses, CollectsInNewLists, CollectsByKey, SmoothsItsLoss, CountsItsSteps, CountsInADict]
 KINDS += [StaysNearItsStart, KeepsFeatures, KeepsAttention, AddsInPlace, SharesAList, KeepsTheNewest, BeginsLater]
-KINDS += [RemovesAnAttribute, CollectsScores, LeavesItsLosses]
+KINDS += [RemovesAnAttribute, CollectsScores, LeavesItsLosses, SharesAnInnerList, KeepsTheOrder, KeepsInASequential]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -286,9 +330,67 @@ class WritesIntoATensor(Plain):
         return self.loss(batch)
 
 
+class KeepsItsWeights(Plain):
+    """Keeps the weights themselves, which a copy for other clients would not follow."""
+
+    kept = None
+
+    def training_step(self, batch, batch_idx):
+        if self.kept is None:
+            self.kept = list(self.net.parameters())
+        return self.loss(batch) + 0.01 * sum(weight.square().sum() for weight in self.kept)
+
+
+class CountsInALargeList(Plain):
+    def __init__(self):
+        super().__init__()
+        self.table = [0] * 10_000
+
+    def training_step(self, batch, batch_idx):
+        self.table[3] += 1
+        return self.loss(batch) / self.table[3]
+
+
+class SchedulesByItsSteps(CountsItsSteps):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1 / (1 + self.seen))
+        return [optimizer], [{"scheduler": rates, "interval": "step"}]
+
+
+class Scaled(torch.autograd.Function):
+    """Multiplies gradients by what its owner keeps."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(inputs, owner):
+        return inputs.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.owner = inputs[1]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.owner.scale, None
+
+
+class ScalesItsSlopes(Plain):
+    scale = 1.0
+
+    def training_step(self, batch, batch_idx):
+        self.scale = self.scale + 1.0
+        return F.cross_entropy(Scaled.apply(self(batch[0]), self), batch[1])
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
+        (KeepsItsWeights, "keeps a weight itself, or two views of one tensor, in `self.kept`"),
+        (CountsInALargeList, "changes `self.table`, which all clients share"),
+        (SchedulesByItsSteps, "is followed by a scheduler that reads `self.seen`, of which each client has its own"),
+        (ScalesItsSlopes, "has a backward pass that reads `self.scale`, of which each client has its own"),
         (KeepsAnObject, "keeps a `Meter` in `self.meter`, which all clients share"),
         (WritesIntoATensor, "writes into the tensor `self.steps`, which all clients share"),
     ],

@@ -237,6 +237,26 @@ class Meter:
     number: int = 0
 
 
+class Hidden:
+    __slots__ = ("__number",)
+
+    def __init__(self):
+        self.__number = 0
+
+    def next(self):
+        self.__number += 1
+        return self.__number
+
+
+class CountsInHiddenSlots(Plain):
+    def __init__(self):
+        super().__init__()
+        self.counter = Hidden()
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) / self.counter.next() ** 0.25
+
+
 class CountsInSlots(Plain):
     def __init__(self):
         super().__init__()
@@ -277,7 +297,7 @@ class CountsInACallback(Plain):
         return self.loss(batch) / self.follower.steps**0.1
 
 
-@pytest.mark.parametrize("kind", [CountsInSlots, CountsInArguments, CountsInACallback])
+@pytest.mark.parametrize("kind", [CountsInSlots, CountsInHiddenSlots, CountsInArguments, CountsInACallback])
 def test_counts_in_objects_are_not_those_of_a_trial(kind, tmp_path):
     """They stay for the next client, whatever has trained before."""
     sizes, said = check(kind, tmp_path)
