@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -345,15 +345,17 @@ class StackedFit:
             for numbers, ranges in self.reader.runs(self._phases()):
                 for number in numbers:
                     loop._ready, loop.is_last_batch = number + 1, number + 1 == self._batches
-                    done: list[BatchPass] = []
+                    ends: list[Callable[[], None]] = []
                     for low, high, batch in self._read(ranges, number):
-                        done += self._batch(step, low, high, batch, number)
+                        ends.append(self._batch(step, low, high, batch, number))
+                        if not self.trainer.lr_scheduler_configs:
+                            ends.pop()()
                         del batch  # so that the next one takes its memory, which is in the cache
                     self._schedule("step", number)
                     if number + 1 == self._batches:
                         self._schedule("epoch", epoch)
-                    for one in done:
-                        self._batch_hook("on_train_batch_end", one, one.outputs)
+                    for end in ends:  # which see the rates of the next batch
+                        end()
             loop.epochs_processed += 1
             for callback, _ in self._callbacks:
                 callback.end_epoch()
@@ -456,8 +458,8 @@ class StackedFit:
             self._parts[low, high] = _Part(part, None if part is self.whole else rows, self._metrics.part(low, high))
         return self._parts[low, high]
 
-    def _batch(self, step: StepCaller, low: int, high: int, batch: Any, number: int) -> list[BatchPass]:
-        """Train the clients from `low` to before `high` on one batch of each; return it if a hook is to see it."""
+    def _batch(self, step: StepCaller, low: int, high: int, batch: Any, number: int) -> Callable[[], None]:
+        """Train the clients from `low` to before `high` on one batch of each; return what ends it."""
         log, clients = self.log, self._part(low, high)
         part, callbacks = clients.module, [callback for callback, _ in self._callbacks]
         if part is not self.whole:
@@ -479,11 +481,15 @@ class StackedFit:
         self.loop.set_steps(self.optimizer.taken[low:high])  # as schedulers see it
         for callback in callbacks:
             callback.after_step(part.leaves)
+        return partial(self._end_batch, callbacks, one)
+
+    def _end_batch(self, callbacks: Sequence[StackedCallback], one: BatchPass) -> None:
+        """Let callbacks and the module act after a batch."""
         for callback in callbacks:
             callback.after_batch(one)
-        for leaf in part.leaves.values():
+        for leaf in one.part.leaves.values():
             leaf.grad = None
-        return [one] if one.has_outputs else []
+        self._batch_hook("on_train_batch_end", one, one.outputs)
 
     def _start_batch(self, callbacks: Sequence[StackedCallback], one: BatchPass) -> None:
         """Let callbacks and the module act before a batch."""

@@ -55,7 +55,7 @@ def call_hook(
             output = hooks.call_module(name, *given, *(() if number is None else (number,)))
         now = tree_leaves(given)
         if len(now) != len(entries) or any(one is not other for one, other in zip(now, entries, strict=True)):
-            raise NotStackable("replaces an entry of the batch instead of writing into it")
+            raise NotStackable("adds or replaces an entry of the batch or of the outputs instead of writing into it")
         return output
 
     samples = None if number is None else partial(samples_of, given[-1])

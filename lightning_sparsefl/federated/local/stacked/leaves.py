@@ -41,6 +41,7 @@ class StackedModule:
         changed: Collection[tuple[str, str]] = (),
     ) -> None:
         self.module, self.size, self.shared = module, size, frozenset(shared)
+        self.is_part = False
         self.attributes = AttributeStates(module, changed, size).part(0, size)
         self.leaves: dict[str, Tensor] = {}
         self.slots: list[Slot] = []
@@ -106,7 +107,7 @@ class StackedModule:
         if (low, high) == (0, self.size):
             return self
         part = copy.copy(self)
-        part.size, part.attributes = high - low, self.attributes.states.part(low, high)
+        part.size, part.attributes, part.is_part = high - low, self.attributes.states.part(low, high), True
         part.leaves = {
             name: _alias(leaf.detach()[low:high]).requires_grad_(leaf.requires_grad)
             for name, leaf in self.leaves.items()
@@ -130,11 +131,12 @@ class StackedModule:
             batch = map_tensors(batch, lambda tensor: tensor.squeeze(0))
             tensors = {name: self._seen(name, leaf.squeeze(0)) for name, leaf in self.leaves.items()}
             flat = FlatViews() if self.convolves else nullcontext()
-            with self.attributes.shown(0), self._shown(tensors), OtherTensors(self.own_ids), flat:
+            with self._alike(), self.attributes.shown(0), self._shown(tensors), OtherTensors(self.own_ids), flat:
                 return map_tensors(function(batch, 0), lambda tensor: tensor.unsqueeze(0))
         with functorch.vmap_level(self.size) as level:
             batch = map_tensors(batch, lambda tensor: functorch.wrap(*self._laid_out(tensor), level))
             with (
+                self._alike(),
                 self.attributes.shown(level),
                 self._shown(self._views(level)),
                 LayerRules(self.size, level, self.own_ids),
@@ -144,6 +146,14 @@ class StackedModule:
             if noted:
                 raise noted[0]
             return map_tensors(output, lambda tensor: unwrapped(tensor, level, self.size))
+
+    @contextmanager
+    def _alike(self) -> Iterator[None]:
+        """Refuse that some of the clients write into what is stored once for all of them within the context."""
+        before = [self.leaves[name]._version for name in self.shared]
+        yield
+        if self.is_part and before != [self.leaves[name]._version for name in self.shared]:
+            raise NotStackable("writes into a weight that is the same for all clients")
 
     def _views(self, level: int) -> dict[str, Tensor]:
         with functorch.Outside():  # no level lets a tensor require gradients

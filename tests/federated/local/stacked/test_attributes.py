@@ -289,19 +289,20 @@ class CollectsScores(Plain):
         self.scores.clear()
 
 
-KINDS = [CollectsLosses, CollectsInNewLists, CollectsByKey, SmoothsItsLoss, CountsItsSteps, CountsInADict]
-KINDS += [StaysNearItsStart, KeepsFeatures, KeepsAttention, AddsInPlace, SharesAList, KeepsTheNewest, BeginsLater]
-KINDS += [RemovesAnAttribute, CollectsScores, LeavesItsLosses, SharesAnInnerList, KeepsTheOrder, KeepsInASequential]
+QUICK = [CollectsLosses, CollectsByKey, SmoothsItsLoss, CountsItsSteps, StaysNearItsStart, KeepsFeatures, AddsInPlace]
+QUICK += [BeginsLater, CollectsScores, SharesAnInnerList, KeepsTheOrder]
+SLOW = [CollectsInNewLists, CountsInADict, KeepsAttention, SharesAList, KeepsTheNewest, RemovesAnAttribute]
+SLOW += [LeavesItsLosses, KeepsInASequential]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
 def test_each_client_has_values_of_its_own(kind, tmp_path):
     sizes, said = check(kind, tmp_path)
     assert sizes == [4, 4]
     assert not [each for each in said if "one after another" in each]
 
 
-@pytest.mark.parametrize("kind", [SmoothsItsLoss, CollectsLosses])
+@pytest.mark.parametrize("kind", [SmoothsItsLoss, pytest.param(CollectsLosses, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("algorithm", [PerFedAvg(), PFedMe(lam=2.0), FedSpa()], ids=lambda each: type(each).__name__)
 def test_further_passes_leave_no_values(kind, algorithm, tmp_path):
     sizes, said = check(kind, tmp_path, algorithm=algorithm)

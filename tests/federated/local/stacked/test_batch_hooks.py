@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import nn
 from torch.nn import functional as F
 from torchmetrics import MeanMetric
 
-from lightning_sparsefl import FedAvg, FedDIP, FedLPS, FedSpa, PerFedAvg, SplitMix
+from lightning_sparsefl import FedAvg, FedDIP, FedLPS, FedSpa, PerFedAvg, PerFedMask, SplitMix
 from tests.federated.local.stacked import test_odd_modules as odd
 from tests.federated.local.stacked.test_odd_modules import Plain, check
 
@@ -145,7 +146,7 @@ RAGGED = list(odd.SIZES)
 KINDS = [Smoothed, CollectsOutputs, WarmsUp, Noted, NotedByStep, RatesByEpoch, WritesIntoTheBatch, Begins, Scored]
 
 
-@pytest.mark.parametrize("sizes", [RAGGED, [20] * 4], ids=["ragged", "even"])
+@pytest.mark.parametrize("sizes", [RAGGED, pytest.param([20] * 4, marks=pytest.mark.slow)], ids=["ragged", "even"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hook_sees_the_batch_of_each_client(kind, sizes, tmp_path, monkeypatch):
     monkeypatch.setattr(odd, "SIZES", sizes)
@@ -187,6 +188,77 @@ METHODS = [FedSpa(), *(pytest.param(algorithm, marks=pytest.mark.slow) for algor
 def test_what_a_hook_writes_under_a_mask_is_zeroed(algorithm, hook, tmp_path):
     sizes, _ = check(type("Raised", (Raised,), {"hook": hook}), tmp_path, algorithm=algorithm)
     assert bool(sizes) == (not isinstance(algorithm, PerFedAvg))  # whose callback would act after the hook
+
+
+class Decays(Plain):
+    """Writes all weights by one factor, also those that are the same for all clients."""
+
+    place = ""
+
+    def training_step(self, batch, batch_idx):
+        self.decay("training_step")
+        return self.loss(batch)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.decay("on_train_batch_end")
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+
+    def on_validation_batch_start(self, batch, batch_idx, dataloader_idx=0):
+        self.decay("on_validation_batch_start")
+
+    @torch.no_grad()
+    def decay(self, place):
+        if place == self.place:
+            for parameter in self.parameters():
+                parameter.mul_(0.95)
+
+
+class Held(odd.Data):
+    """Data of which each client holds some samples out."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.eval_split, self.val_fraction = "val", 0.4
+
+
+@pytest.mark.parametrize("place", ["training_step", "on_train_batch_end", "on_validation_batch_start"])
+def test_weights_that_are_stored_once_are_not_written_several_times(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(odd, "SIZES", [13, 22, 31, 40])
+    monkeypatch.setattr(odd, "Data", Held)
+    _, said = check(type("Decays", (Decays,), {"place": place}), tmp_path, algorithm=PerFedMask())
+    assert any("writes into a weight that is the same for all clients" in text for text in said_alone(said))
+
+
+class LowersByTheRate(Callback):
+    """A callback of a user that reads the learning rate after each batch."""
+
+    stackable = True
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        rate = trainer.optimizers[0].param_groups[0]["lr"]
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter.mul_(1 - 0.1 * rate)
+
+
+class Scheduled(Plain):
+    interval = "epoch"
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        rates = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        return [optimizer], [{"scheduler": rates, "interval": self.interval}]
+
+
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+def test_a_callback_sees_the_rates_after_the_schedulers(interval, tmp_path, monkeypatch):
+    monkeypatch.setattr(odd, "SIZES", [12] * 4)
+    kind = type("Scheduled", (Scheduled,), {"interval": interval})
+    sizes, said = check(kind, tmp_path, client_callbacks=[LowersByTheRate()])
+    assert sizes == [4, 4]
+    assert not said_alone(said)
 
 
 class EndsTheEpoch(Plain):
