@@ -383,7 +383,7 @@ def together():
     def step(fit, caller, low, high, batch, number):
         if fit.trainer.current_epoch == fit.requests[0].epochs - 1:
             sizes.append((high - low, len(set(fit.optimizer.taken[low:high])) == 1))
-        before(fit, caller, low, high, batch, number)
+        return before(fit, caller, low, high, batch, number)
 
     with mock.patch.object(StackedFit, "_batch", step):
         yield sizes

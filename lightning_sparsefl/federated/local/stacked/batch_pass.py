@@ -65,25 +65,27 @@ class BatchPass:
         Raises:
             NotStackable: If the training step does something that has no meaning for several clients at once.
         """
-        self.losses = self._losses(self.part, self.batch)
+        self.losses, beside = self._run(self.part, self.batch)
+        if self.has_outputs:
+            self.outputs = {**beside, "loss": self.losses.detach().clone()}
         return self.losses
 
-    def _losses(self, part: StackedModule, given: Any) -> Tensor:
+    def _run(self, part: StackedModule, given: Any) -> tuple[Tensor, Mapping[str, Any]]:
+        """Return the losses of the training step, and what it returns beside them."""
+
         def run(batch: Any, level: int) -> Any:
             self._level = self.log.level = level
             with self.metrics.shown(level):
                 return self._caller(batch, self.number)
 
         output = part.call(run, given)
-        loss = output["loss"] if isinstance(output, Mapping) else output
+        outputs = output if isinstance(output, Mapping) else {"loss": output}
+        loss = outputs["loss"]
         if not isinstance(loss, Tensor):
             raise NotStackable(f"returns {loss!r} instead of a loss")
         if loss.shape != (part.size,):
             raise NotStackable(f"returns a loss of shape {tuple(loss.shape[1:])}")
-        if self.has_outputs:
-            beside = output if isinstance(output, Mapping) else {}
-            self.outputs = {**beside, "loss": loss.detach().clone()}
-        return loss
+        return loss, outputs
 
     def gradient(
         self,
@@ -104,7 +106,7 @@ class BatchPass:
         part.leaves, part.shared = {**self.part.leaves, **other}, self.part.shared - other.keys()
         wanted = {name: leaf for name, leaf in part.leaves.items() if leaf.requires_grad}
         with self.leaving_no_trace(), torch.enable_grad():
-            losses = self._losses(part, copy_of(self.batch) if batch is None else batch)
+            losses, _ = self._run(part, copy_of(self.batch) if batch is None else batch)
             value = losses if loss is None else loss()
             found = torch.autograd.grad(value.sum(), list(wanted.values()), allow_unused=True)
         return {name: slope for name, slope in zip(wanted, found, strict=True) if slope is not None}
