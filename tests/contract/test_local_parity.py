@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import UserList
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -604,7 +605,7 @@ def _tracing_module() -> type[Net]:
     class Traced(Net):
         def __init__(self, configure: Any) -> None:
             super().__init__(configure)
-            self.calls: list[Any] = []
+            self.calls = UserList[Any]()  # a list would be restored after the fit
 
         def on_after_backward(self) -> None:
             self.log("norm", self.net[0].weight.grad.norm(), on_step=True, on_epoch=True)

@@ -44,7 +44,7 @@ class Net(L.LightningModule):
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Flatten(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
-        self.starts = []
+        self.starts = UserList()  # a list would be restored after each fit
 
     def forward(self, x):
         return self.net(x)

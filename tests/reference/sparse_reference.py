@@ -98,7 +98,7 @@ def unpack(packed, shape):
 
 
 def maskable(weights):
-    return tuple(name for name in weights if len(weights[name].shape) > 1)
+    return tuple(name for name in weights if len(weights[name].shape) > 1 and weights[name].size > 0)
 
 
 def uniform(shapes, budget):
