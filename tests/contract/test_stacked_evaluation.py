@@ -154,6 +154,9 @@ class Hooked(Judged):
     def on_validation_model_eval(self):
         self.eval()
 
+    def on_validation_epoch_end(self):
+        self.log("acc", self.accuracy.compute())
+
 
 class Reading(Judged):
     def on_validation_epoch_end(self):

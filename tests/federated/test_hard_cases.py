@@ -3,6 +3,7 @@
 import copy
 import csv
 import warnings
+from collections import UserList
 
 import lightning as L
 import pytest
