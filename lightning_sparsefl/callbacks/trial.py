@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.sparse.attributes import slots_of
 from lightning_sparsefl.sparse.containers import ContainerStates, fill
 from lightning_sparsefl.sparse.modes import random_restored
 
@@ -76,14 +77,9 @@ def _parts(batch: Any) -> Iterable[tuple[Any, Any]]:
         return list(batch.items())
     # a mapping of another class has its entries in an attribute, and a dataclass may have slots
     declared = [field.name for field in fields(batch)] if is_dataclass(batch) else []
-    slots = [name for kind in type(batch).__mro__ for name in _slots_of(kind)]
-    names = dict.fromkeys([*getattr(batch, "__dict__", ()), *declared, *slots])
+    kind: Any = type(batch)
+    names = dict.fromkeys([*getattr(batch, "__dict__", ()), *declared, *slots_of(kind)])
     return [(name, getattr(batch, name)) for name in names if hasattr(batch, name)]
-
-
-def _slots_of(kind: type) -> Sequence[str]:
-    slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def trial_loss(module: LightningModule, batch: Any, batch_idx: int) -> Tensor:
@@ -122,15 +118,17 @@ def first_samples(batch: Any, number: int = 2) -> Any:
 @contextmanager
 def trial(module: LightningModule) -> Iterator[None]:
     """Disable logging, and restore attributes, buffers, metrics and random states (torch, NumPy, Python) afterwards."""
-    attributes = [(child, type(child), dict(vars(child)), ContainerStates()) for child in module.modules()]
-    for *_, own, containers in attributes:
+    children = list(module.modules())
+    attributes = [(child, type(child), dict(vars(child)), ContainerStates()) for child in children]
+    for child, _, own, containers in attributes:
         for name, value in own.items():
             containers.add(value, name)
-    parts = [part for part in module.modules() if isinstance(part, LightningModule)]
-    metrics = [(m, vars(m) | _copied(m.metric_state)) for m in module.modules() if isinstance(m, Metric)]
+        if isinstance(child, Metric):
+            own |= _copied(child.metric_state)
+    parts = [part for part in children if isinstance(part, LightningModule)]
     buffers = [
         (child, name, buffer, buffer.clone())
-        for child in module.modules()
+        for child in children
         for name, buffer in child._buffers.items()
         if buffer is not None
     ]
@@ -150,8 +148,6 @@ def trial(module: LightningModule) -> Iterator[None]:
             if type(child) is kind:  # no lazy layer, which the pass has initialized
                 fill(vars(child), own)
                 containers.restore()
-        for metric, own in metrics:
-            fill(vars(metric), own)
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

@@ -4,9 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 _MISSING = object()
+
+
+@cache
+def slots_of(kind: Any) -> tuple[str, ...]:
+    """Return the names of the attributes that the objects of a class have in `__slots__`, also of its bases.
+
+    Args:
+        kind: The class.
+
+    Example:
+        >>> class Meter:
+        ...     __slots__ = ("total", "__number")
+        >>> slots_of(Meter)
+        ('total', '_Meter__number')
+    """
+    names: list[str] = []
+    for base in kind.__mro__:
+        own = vars(base).get("__slots__", ())
+        hidden = f"_{base.__name__.lstrip('_')}"
+        found = [own] if isinstance(own, str) else own
+        names += [f"{hidden}{name}" if name.startswith("__") and name[-2:] != "__" else name for name in found]
+    return tuple(name for name in dict.fromkeys(names) if name not in ("__dict__", "__weakref__"))
 
 
 @contextmanager

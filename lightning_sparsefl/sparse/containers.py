@@ -9,6 +9,8 @@ from typing import Any
 
 CONTAINERS = (dict, list, set, deque)
 """Types of containers that are changed in place."""
+HOLDERS = (*CONTAINERS, tuple)
+"""Types of values that may hold containers."""
 _LARGE = 10_000
 """Number of items, with those of inner containers, from which on a container is not copied: data costs little."""
 
@@ -77,7 +79,7 @@ def containers_in(value: Any) -> list[Any] | None:
     found: dict[int, Any] = {}
     waiting, items = [value], 0
     for each in waiting:  # which grows
-        if not isinstance(each, (*CONTAINERS, tuple)) or id(each) in found:
+        if not isinstance(each, HOLDERS) or id(each) in found:
             continue
         if not isinstance(each, tuple):
             found[id(each)] = each
@@ -109,6 +111,8 @@ class ContainerStates:
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[Any, Any, str]] = {}
+        self._empty: list[tuple[Any, str]] = []
+        """Containers without items, which most tables of modules are."""
 
     def add(self, value: Any, name: str) -> bool:
         """Take a snapshot of a value, if it is a container or a tuple, and return whether it is covered.
@@ -117,7 +121,10 @@ class ContainerStates:
             value: Value of any kind.
             name: Name of the value, which the containers in it have too.
         """
-        if not isinstance(value, (*CONTAINERS, tuple)):
+        if not isinstance(value, HOLDERS):
+            return True
+        if not value:
+            self._empty.append((value, name))
             return True
         found = containers_in(value)
         if found is None:
@@ -129,7 +136,10 @@ class ContainerStates:
 
     def restore(self) -> list[str]:
         """Restore the contents, and return the names of values that had others."""
+        filled = [(value, name) for value, name in self._empty if value]
         changed = [each for each in self._before.values() if not has_content(each[0], each[1])]
+        for value, _ in filled:
+            value.clear()
         for value, content, _ in changed:
             fill(value, content)
-        return sorted({name for *_, name in changed})
+        return sorted({each[-1] for each in (*filled, *changed)})

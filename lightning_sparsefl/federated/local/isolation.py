@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.local.metric_attributes import MetricAttributes
-from lightning_sparsefl.sparse.containers import ContainerStates
+from lightning_sparsefl.sparse.containers import HOLDERS, ContainerStates, fill, has_content
 
 _OF_USERS = {
     "_automatic_optimization",
@@ -187,8 +186,9 @@ class ModuleState:
         if isinstance(module, MetricCollection):
             return
         for key, value in attributes.items():
-            restored = key not in OF_LIGHTNING and is_restored(module, key)
-            if restored and not self._containers.add(value, f"{name}.{key}"):
+            if not isinstance(value, HOLDERS) or key in OF_LIGHTNING or not is_restored(module, key):
+                continue
+            if not self._containers.add(value, f"{name}.{key}"):
                 self._sizes.append((name, key, value, len(value)))
 
     def restore(self) -> None:
@@ -203,13 +203,12 @@ class ModuleState:
         for module, buffers in self._buffers:
             _restore_buffers(module, buffers)
         for now, before in self._members:
-            if not _is_same(now, before):
-                now.clear()
-                now.update(before)
+            if not has_content(now, before):
+                fill(now, before)
         for metric in self._metrics:
             metric.restore()
         for _, module, before in self._before:
-            if not _is_same(vars(module), before):
+            if not has_content(vars(module), before):
                 _restore_attributes(module, before)
         for collection, groups in self._collections:
             collection._groups = groups
@@ -234,15 +233,9 @@ class ModuleState:
                 )
 
 
-def _is_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    """Return whether two dicts hold the same objects in the same order."""
-    return len(now) == len(before) and all(map(operator.is_, now.values(), before.values()))
-
-
 def _restore_hooks(hooks: dict[int, Any], known: dict[int, Any]) -> None:
     if hooks.keys() != known.keys():
-        hooks.clear()
-        hooks.update(known)
+        fill(hooks, known)
 
 
 def _restore_buffers(module: nn.Module, before: Mapping[str, Any]) -> None:

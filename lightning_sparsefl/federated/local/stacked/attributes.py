@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.logs import ChangesAttribute, NotStackable
-from lightning_sparsefl.sparse.containers import containers_in, fill
+from lightning_sparsefl.sparse.containers import containers_in, content_of, fill
 
 _CONTAINERS = (list, deque, set, dict, Counter, OrderedDict, defaultdict)
 """Types of containers that may have other contents for each client."""
@@ -105,7 +105,7 @@ class AttributeStates:
         found = (each for slot in self.slots for each in containers_in(slot.value) or () if type(each) in _CONTAINERS)
         self._originals = list({id(each): each for each in found}.values())
         """Containers that the module had before, also those in others, which others may hold too."""
-        self._contents = [copy(each) for each in self._originals]
+        self._contents = [content_of(each) for each in self._originals]
         self.storages: frozenset[int] = frozenset()
         """Memory of the weights of all clients."""
         first = _Held(size, self._read(self._note, self._note))
@@ -181,8 +181,7 @@ class AttributeStates:
         try:
             yield
         finally:
-            for slot in self.slots:
-                slot.show(slot.value)
+            self.restore()
 
     def part(self, low: int, high: int) -> AttributeRows:
         """Return the values of the clients from `low` to before `high`.

@@ -250,11 +250,16 @@ class StackedFit:
                 yield
             self._require_unchanged()
 
+    @property
+    def _begun_with(self) -> ModuleStates:
+        """Attributes of the module before the first step, once the fit has started."""
+        assert self._states is not None
+        return self._states
+
     def _require_unchanged(self) -> None:
         """Raise :class:`NotStackable` if steps have changed something that all clients share."""
-        assert self._states is not None
         assert self._settings is not None
-        self._states.require_unchanged()
+        self._begun_with.require_unchanged()
         self._metrics.require_usual()
         require_same_settings(self._settings)
 
@@ -334,7 +339,7 @@ class StackedFit:
 
     def _epochs(self) -> None:
         loop, step = self.loop, self._caller()
-        for epoch in range(self.requests[0].epochs):
+        for _ in range(self.requests[0].epochs):
             loop._ready_before, loop._ready = loop._ready_before + loop._ready, 0
             self.reader.start_epoch()
             self.log.start_epoch(self._metrics)
@@ -344,23 +349,27 @@ class StackedFit:
             self._after_hooks()
             for numbers, ranges in self.reader.runs(self._phases()):
                 for number in numbers:
-                    loop._ready, loop.is_last_batch = number + 1, number + 1 == self._batches
-                    ends: list[Callable[[], None]] = []
-                    for low, high, batch in self._read(ranges, number):
-                        ends.append(self._batch(step, low, high, batch, number))
-                        if not self.trainer.lr_scheduler_configs:
-                            ends.pop()()
-                        del batch  # so that the next one takes its memory, which is in the cache
-                    self._schedule("step", number)
-                    if number + 1 == self._batches:
-                        self._schedule("epoch", epoch)
-                    for end in ends:  # which see the rates of the next batch
-                        end()
+                    self._batch_of_each(step, ranges, number)
             loop.epochs_processed += 1
             for callback, _ in self._callbacks:
                 callback.end_epoch()
             self._hook("on_train_epoch_end")
             loop.epochs_completed += 1
+
+    def _batch_of_each(self, step: StepCaller, ranges: Sequence[tuple[int, int]], number: int) -> None:
+        """Train the clients in some ranges on one batch of each, and step the schedulers that are due."""
+        loop, is_last, ends = self.loop, number + 1 == self._batches, list[Callable[[], None]]()
+        loop._ready, loop.is_last_batch = number + 1, is_last
+        for low, high, batch in self._read(ranges, number):
+            ends.append(self._batch(step, low, high, batch, number))
+            if not self.trainer.lr_scheduler_configs:
+                ends.pop()()
+            del batch  # so that the next one takes its memory, which is in the cache
+        self._schedule("step", number)
+        if is_last:
+            self._schedule("epoch", loop.epochs_processed)
+        for end in ends:  # which see the rates of the next batch
+            end()
 
     def _hook(self, name: str) -> None:
         """Call a hook of the module for all clients, if the module overrides it."""
@@ -382,8 +391,7 @@ class StackedFit:
         self.loop.set_steps(self.optimizer.taken[low:high])
         with self._for_all(), self._shared_kept(low, high):
             output = call_hook(name, self.trainer.hooks, part.module, part.metrics, self.log, *args)
-        assert self._states is not None
-        self._states.require_same()
+        self._begun_with.require_same()
         self._hooked = True
         return output
 
@@ -392,8 +400,7 @@ class StackedFit:
         hooked = self._hooked
         self._mask_after_hooks()
         if hooked and self._recorder is not None:
-            assert self._states is not None
-            self._recorder.start(self.whole, self._states)
+            self._recorder.start(self.whole, self._begun_with)
 
     def _phases(self) -> list[Hashable]:
         """Return what must agree for clients to step together, besides the sizes of their batches."""
@@ -553,8 +560,10 @@ class StackedFit:
             losses = one.train()
         if self.trainer.should_stop:
             raise NotStackable("sets `trainer.should_stop`, which stops all clients")
-        assert self._states is not None
-        self._states.require_same() if self.checked else self._require_unchanged()
+        if self.checked:
+            self._begun_with.require_same()
+        else:
+            self._require_unchanged()
         return losses
 
 

@@ -133,27 +133,27 @@ class _Object:
     """Number of keys that were logged first."""
     epochs: list[int]
     """Number of the last epoch in which each client has logged the key; -1 for none."""
-    in_epoch: list[bool]
-    """Whether each client has logged the key in this epoch."""
     earlier: list[float]
     """Value of the last epoch before this one in which the client logged the key."""
 
-    def reduced(self, states: ObjectStates) -> list[float]:
-        """Return the value of each client's last epoch that has one."""
-        if not self.call.on_epoch or not any(self.in_epoch):
+    def reduced(self, states: ObjectStates, epoch: int) -> list[float]:
+        """Return the value of each client's last epoch that has one, up to an epoch."""
+        logged = [own == epoch for own in self.epochs]
+        if not self.call.on_epoch or not any(logged):
             return self.earlier
-        found = zip(states.compute(self.call.metric, self.in_epoch), self.in_epoch, self.earlier, strict=True)
-        return [now if logged else before for now, logged, before in found]
+        found = zip(states.compute(self.call.metric, logged), logged, self.earlier, strict=True)
+        return [now if has else before for now, has, before in found]
 
-    def values(self, name: str, states: ObjectStates) -> Iterator[dict[str, float]]:
+    def values(self, name: str, states: ObjectStates, epoch: int) -> Iterator[dict[str, float]]:
         """Iterate over the clients' last values of the key, and of the one that is derived from it.
 
         Args:
             name: The key.
             states: States of the metric objects.
+            epoch: Number of the epoch that runs.
         """
         keys = (name, f"{name}_epoch") if self.call.on_step else (name,)
-        for value in self.reduced(states):
+        for value in self.reduced(states, epoch):
             yield dict.fromkeys(keys, value)
 
 
@@ -330,13 +330,11 @@ class StackedLog:
     def _record_object(self, call: LoggedObject) -> None:
         known = self._objects.get((self.hook, call.name))
         if known is None:
-            absent, missing = [False] * self.size, [math.nan] * self.size
-            known = _Object(call, self._number, [-1] * self.size, absent, missing)
+            known = _Object(call, self._number, [-1] * self.size, [math.nan] * self.size)
             self._objects[self.hook, call.name] = known
         elif known.call.metric is not call.metric or known.call[2:] != call[2:]:
             raise NotStackable(f"logs {call.name!r} with other options than before")
         known.epochs[self.low : self.high] = [self.epoch] * (self.high - self.low)
-        known.in_epoch[self.low : self.high] = [True] * (self.high - self.low)
 
     @property
     def _number(self) -> int:
@@ -394,7 +392,7 @@ class StackedLog:
             entry.total.fill_(_STARTS.get(entry.reduce, 0.0))
             entry.weights = [0] * self.size
         for each in self._objects.values():
-            each.earlier, each.in_epoch = each.reduced(states), [False] * self.size
+            each.earlier = each.reduced(states, self.epoch)
         for each in self._objects.values():
             states.reset(each.call.metric, [epoch >= 0 for epoch in each.epochs])
         self.epoch += 1
@@ -411,7 +409,7 @@ class StackedLog:
                 own.append(((epoch, entry.on_epoch, entry.number), values))
         for (_, name), each in self._objects.items():
             if each.call.on_epoch:
-                for own, epoch, values in zip(found, each.epochs, each.values(name, states), strict=True):
+                for own, epoch, values in zip(found, each.epochs, each.values(name, states, self.epoch), strict=True):
                     own.append(((epoch, True, each.number), values))
         # of a key that is logged in two places, the value of the later epoch stays, as in Lightning
         return [dict(chain(*(v.items() for (at, *_), v in sorted(own, key=itemgetter(0)) if at >= 0))) for own in found]

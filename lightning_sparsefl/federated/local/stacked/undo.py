@@ -8,7 +8,6 @@ from argparse import Namespace
 from collections import UserDict, UserList, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from itertools import zip_longest
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from lightning_sparsefl.federated.local.isolation import OF_LIGHTNING, Settings,
 from lightning_sparsefl.federated.local.metric_attributes import own_attributes
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.logs import ChangesAttribute, NotStackable
+from lightning_sparsefl.sparse.attributes import slots_of
 from lightning_sparsefl.sparse.containers import CONTAINERS, containers_in, content_of, fill, has_content
 
 _FOREIGN = ("torch", "lightning", "numpy", "lightning_sparsefl.federated")
@@ -93,9 +93,10 @@ class States:
         return _state_of(value)
 
     def _has_state(self, value: Any) -> bool:
-        if isinstance(value, type) or not (hasattr(value, "__dict__") or _slots(_kind(value))):
+        kind: Any = type(value)
+        if isinstance(value, type) or not (hasattr(value, "__dict__") or slots_of(kind)):
             return False
-        return not _is_foreign(type(value))
+        return not _is_foreign(kind)
 
     def _note(self, owner: Any, content: Any, name: str) -> None:
         if id(owner) in self._before:
@@ -351,32 +352,17 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
         states.restore()
 
 
-def _kind(value: Any) -> Any:
-    return type(value)
-
-
-@cache
-def _slots(kind: Any) -> frozenset[str]:
-    """Return the names in the `__slots__` of a class and its bases."""
-    found: list[str] = []
-    for base in kind.__mro__:
-        own = vars(base).get("__slots__", ())
-        hidden = f"_{base.__name__.lstrip('_')}"
-        names = [own] if isinstance(own, str) else own
-        found += [f"{hidden}{name}" if name.startswith("__") and name[-2:] != "__" else name for name in names]
-    return frozenset(found) - {"__dict__", "__weakref__"}
-
-
 def _attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object: its ``__dict__`` itself, or a copy with those that are in slots."""
-    own: dict[str, Any] = getattr(value, "__dict__", {})
-    slots = _slots(_kind(value))
+    kind: Any = type(value)
+    own, slots = getattr(value, "__dict__", {}), slots_of(kind)
     return {**own, **{name: getattr(value, name) for name in slots if hasattr(value, name)}} if slots else own
 
 
 def _set_attributes(value: Any, before: Mapping[str, Any]) -> None:
     """Give an object the attributes that it had."""
-    slots = _slots(_kind(value))
+    kind: Any = type(value)
+    slots = slots_of(kind)
     for name in slots:  # also of a frozen dataclass
         if name in before:
             object.__setattr__(value, name, before[name])

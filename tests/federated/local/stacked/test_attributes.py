@@ -14,7 +14,7 @@ from lightning_sparsefl import FedSpa, PerFedAvg, PFedMe
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.attributes import AttributeStates
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
-from tests.federated.local.stacked.test_odd_modules import Plain, check
+from tests.federated.local.stacked.test_odd_modules import Plain, check, said_alone
 
 
 class CollectsLosses(Plain):
@@ -299,7 +299,7 @@ SLOW += [LeavesItsLosses, KeepsInASequential]
 def test_each_client_has_values_of_its_own(kind, tmp_path):
     sizes, said = check(kind, tmp_path)
     assert sizes == [4, 4]
-    assert not [each for each in said if "one after another" in each]
+    assert not said_alone(said)
 
 
 @pytest.mark.parametrize("kind", [SmoothsItsLoss, pytest.param(CollectsLosses, marks=pytest.mark.slow)])
@@ -307,7 +307,7 @@ def test_each_client_has_values_of_its_own(kind, tmp_path):
 def test_further_passes_leave_no_values(kind, algorithm, tmp_path):
     sizes, said = check(kind, tmp_path, algorithm=algorithm)
     assert sizes == [4, 4]
-    assert not [each for each in said if "one after another" in each]
+    assert not said_alone(said)
 
 
 class Meter:

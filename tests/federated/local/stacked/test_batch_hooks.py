@@ -11,11 +11,8 @@ from torchmetrics import MeanMetric
 
 from lightning_sparsefl import FedAvg, FedDIP, FedLPS, FedSpa, PerFedAvg, PerFedMask, SplitMix
 from tests.federated.local.stacked import test_odd_modules as odd
-from tests.federated.local.stacked.test_odd_modules import Plain, check
-
-
-def said_alone(said):
-    return [text for text in said if "one after another" in text]
+from tests.federated.local.stacked.test_module_hooks import Raised
+from tests.federated.local.stacked.test_odd_modules import Plain, check, said_alone
 
 
 class Smoothed(Plain):
@@ -158,10 +155,8 @@ def test_a_hook_sees_the_batch_of_each_client(kind, sizes, tmp_path, monkeypatch
     assert bool(said_alone(said)) == alone
 
 
-class Raised(Plain):
+class RaisedInBatches(Raised):
     """Writes weights that a mask does not keep, before or after a batch."""
-
-    hook = ""
 
     def on_train_batch_start(self, batch, batch_idx):
         self.write("on_train_batch_start")
@@ -172,12 +167,6 @@ class Raised(Plain):
     def on_train_epoch_end(self):
         self.log("size", self.net[0].weight.detach().abs().sum())
 
-    @torch.no_grad()
-    def write(self, hook):
-        if hook == self.hook:
-            for parameter in self.parameters():
-                parameter.add_(0.01)
-
 
 OTHERS = [FedAvg(), FedDIP(), FedLPS(ratio="fixed"), SplitMix(bases=2), PerFedAvg()]
 METHODS = [FedSpa(), *(pytest.param(algorithm, marks=pytest.mark.slow) for algorithm in OTHERS)]
@@ -186,7 +175,7 @@ METHODS = [FedSpa(), *(pytest.param(algorithm, marks=pytest.mark.slow) for algor
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
 @pytest.mark.parametrize("algorithm", METHODS, ids=lambda algorithm: type(algorithm).__name__)
 def test_what_a_hook_writes_under_a_mask_is_zeroed(algorithm, hook, tmp_path):
-    sizes, _ = check(type("Raised", (Raised,), {"hook": hook}), tmp_path, algorithm=algorithm)
+    sizes, _ = check(type("Raised", (RaisedInBatches,), {"hook": hook}), tmp_path, algorithm=algorithm)
     assert bool(sizes) == (not isinstance(algorithm, PerFedAvg))  # whose callback would act after the hook
 
 

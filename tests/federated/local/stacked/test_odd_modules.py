@@ -151,6 +151,11 @@ def check(kind, folder, **options):
     return sizes, said
 
 
+def said_alone(said):
+    """Return the messages that say that clients train or are evaluated one after another."""
+    return [text for text in said if "one after another" in text]
+
+
 STACKED, ALONE = {}, {}
 
 

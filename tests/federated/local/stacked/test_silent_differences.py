@@ -15,11 +15,7 @@ from torchmetrics.classification import BinaryJaccardIndex, MulticlassAccuracy
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
 from lightning_sparsefl.errors import ClientFailed
 from tests.federated.local.stacked import test_odd_modules as odd
-from tests.federated.local.stacked.test_odd_modules import Data, Plain, check
-
-
-def said_alone(said):
-    return [text for text in said if "one after another" in text]
+from tests.federated.local.stacked.test_odd_modules import Data, Plain, check, said_alone
 
 
 class AsksForAnUpdate(Plain):
@@ -205,7 +201,7 @@ def test_a_metric_that_catches_its_error_has_the_value_of_each_client(tmp_path):
 class Squeezes(Plain):
     """Loses the dimension of the samples in a batch of one."""
 
-    make, of = MulticlassAccuracy, None
+    of = None
 
     def __init__(self):
         super().__init__()

@@ -20,7 +20,7 @@ from lightning_sparsefl.federated.local.stacked.leaves import unwrapped
 from lightning_sparsefl.federated.local.stacked.metrics.functional import functions_for_clients
 from lightning_sparsefl.federated.local.stacked.metrics.states import MetricStates
 from lightning_sparsefl.federated.local.stacked.rules import LayerRules
-from tests.federated.local.stacked.test_odd_modules import Data, Plain, check
+from tests.federated.local.stacked.test_odd_modules import Data, Plain, check, said_alone
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:No (positive|negative) samples in targets:UserWarning", "ignore:Metric `Spearman:UserWarning"
@@ -96,15 +96,11 @@ class Measured(Plain):
             self.log("test_measure", self.test_measure)
 
 
-def alone(said):
-    return [text for text in said if "one after another" in text]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_metric_object_has_the_values_of_each_client(kind, tmp_path):
     sizes, said = check(type("Measured", (Measured,), {"kind": kind}), tmp_path)
     assert sizes == [4, 4]
-    assert not alone(said)
+    assert not said_alone(said)
 
 
 class Several(Plain):
@@ -130,7 +126,7 @@ class Several(Plain):
 def test_wrappers_and_collections_use_such_objects(tmp_path):
     sizes, said = check(Several, tmp_path)
     assert sizes == [4, 4]
-    assert not alone(said)
+    assert not said_alone(said)
 
 
 FUNCTIONS = {
@@ -155,7 +151,7 @@ def test_a_function_has_the_value_of_each_client(measure, tmp_path):
 
     sizes, said = check(Measured, tmp_path)
     assert sizes == [4, 4]
-    assert not alone(said)
+    assert not said_alone(said)
 
 
 class LabelsBeyond(Plain):
@@ -339,4 +335,4 @@ class CatchesARefusal(Plain):
 def test_an_error_of_one_client_is_not_one_of_all(kind, words, tmp_path):
     sizes, said = check(kind, tmp_path)
     assert not sizes
-    assert any(words in text for text in alone(said)), said
+    assert any(words in text for text in said_alone(said)), said
