@@ -33,6 +33,7 @@ import lightning
 import torch
 from federated_round import BATCH, RATES, SEED, Bare, Moment, processor
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
@@ -77,11 +78,20 @@ class Measured(MLP):
         return loss
 
 
+class Watched(MLP):
+    """MLP that logs the norms of its gradients, as Lightning's documentation shows."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Log the norm of each gradient, and of all."""
+        self.log_dict(grad_norm(self, norm_type=2))
+
+
 GREY, COLOR = (1, 28, 28), (3, 32, 32)
 WORDS = 1000
 MODELS: dict[str, tuple[Callable[[], Classifier], tuple[int, ...]]] = {
     "MLP": (lambda: MLP(num_classes=10, **RATES), GREY),
     "MLP, metrics": (Measured, GREY),
+    "MLP, norms": (lambda: Watched(num_classes=10, **RATES), GREY),
     "LeNet5": (lambda: LeNet5(num_classes=10, **RATES), GREY),
     "MNISTNet": (lambda: MNISTNet(num_classes=10, **RATES), GREY),
     "SmallCNN": (lambda: SmallCNN(num_classes=10, sample_shape=GREY, **RATES), GREY),

@@ -82,6 +82,9 @@ class StackedCallback:
     views_module: ClassVar[bool] = False
     """Whether the callback may read attributes of the module, which are then those that all clients share."""
 
+    changes_rates: ClassVar[bool] = False
+    """Whether the callback changes the learning rates of a step, of which each client then has its own."""
+
     def rows(self, low: int, high: int) -> StackedCallback:
         """Return the part for the clients from `low` to before `high`, whose tensors are views.
 

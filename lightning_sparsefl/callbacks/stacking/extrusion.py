@@ -29,6 +29,7 @@ class StackedExtrusion(StackedCallback):
 
     per_client = ("low",)
     in_order = ("totals",)
+    changes_rates = True
 
     def __init__(self, callbacks: Sequence[BudgetAwareExtrusion], totals: Sequence[int]) -> None:
         self.of, self._given, self.totals = callbacks[0], callbacks, list(totals)

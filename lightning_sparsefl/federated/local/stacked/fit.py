@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -27,12 +27,20 @@ from lightning_sparsefl.federated.local.round_lr import ScaleLearningRates
 from lightning_sparsefl.federated.local.stacked.asked_loop import AskedLoop
 from lightning_sparsefl.federated.local.stacked.attributes import ChangedAttributes
 from lightning_sparsefl.federated.local.stacked.batch_pass import BatchPass
-from lightning_sparsefl.federated.local.stacked.hooks import BATCH_HOOKS, TRAINING_HOOKS, call_hook, require_plain
+from lightning_sparsefl.federated.local.stacked.hooks import (
+    BATCH_HOOKS,
+    GRADIENT_HOOKS,
+    TRAINING_HOOKS,
+    ClientView,
+    call_for_each,
+    call_hook,
+    require_plain,
+)
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
 from lightning_sparsefl.federated.local.stacked.metrics.functional import functions_for_clients
 from lightning_sparsefl.federated.local.stacked.metrics.states import MetricRows, MetricStates
-from lightning_sparsefl.federated.local.stacked.optimizers import ELEMENTWISE, StackedOptimizer, clip
+from lightning_sparsefl.federated.local.stacked.optimizers import ELEMENTWISE, StackedOptimizer, clip, options_of
 from lightning_sparsefl.federated.local.stacked.reader import ClientReader
 from lightning_sparsefl.federated.local.stacked.recording.recorded_step import TrainingPass
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder, is_same_structure, structure_of
@@ -162,6 +170,9 @@ class StackedFit:
         sees_batches = BATCH_HOOKS & TRAINING_HOOKS & trainer.hooks.overridden
         if acts and "on_train_batch_start" in sees_batches:
             raise NotStackable("is preceded by `on_train_batch_start`, which follows what a callback does to a batch")
+        own_rates = any(callback.changes_rates for callback, _ in self._callbacks)
+        if own_rates and GRADIENT_HOOKS & trainer.hooks.overridden:
+            raise NotStackable("is followed by a hook that sees learning rates, of which each client has its own")
         self._recorder = None if acts or changed.names or sees_batches else recorder
         self._parts: dict[tuple[int, int], _Part] = {}
         """Clients that have stepped together, by the first place and the place after the last one."""
@@ -214,6 +225,7 @@ class StackedFit:
             one = self._pass_of(self._caller(), self._part(low, high), low, high, batch, 0)
             self._batch_hook("on_train_batch_start", one)
             self._backward(one)
+            self._gradient_hook("on_after_backward", one)
             self._require_no_gradients()
         self.trainer._finish()
         leaves = {name: self.whole.leaves[name] for name in weight_parameters(self.module)}
@@ -395,6 +407,39 @@ class StackedFit:
         self._hooked = True
         return output
 
+    def _gradient_hook(self, name: str, one: BatchPass, **options: Any) -> None:
+        """Call a hook of the module that sees gradients for each client of a batch, if the module overrides it."""
+        if name not in self.trainer.hooks.overridden:
+            return
+        self.log.collect()  # what the step has logged
+        low, high, leaves = one.metrics.low, one.metrics.high, one.leaves.values()
+        tensors = [one.part.view(place) for place in range(high - low)]
+        given: list[tuple[Any, ...]] = [()] * len(tensors)
+        if name != "on_after_backward":
+            known = self.whole.leaves
+            given = [(self.optimizer.view({known[key]: own[key] for key in known}),) for own in tensors]
+        grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
+        written, grads_written = _versions(leaves), _versions(grads)
+        views, samples = self._views(low, tensors, given), partial(samples_of, one.batch)
+        with self._for_all(), self._structure_kept():
+            call_for_each(name, self.trainer.hooks, one.part, views, self.log, samples, **options)
+        if _versions(leaves) != written:
+            raise NotStackable(f"is followed by `{name}`, which writes into weights")
+        if any(options_of(each) != options_of(self.optimizer.optimizer) for each, *_ in filter(None, given)):
+            raise NotStackable(f"is followed by `{name}`, which sets options of the optimizer, which all clients share")
+        self.loop.set_steps(self.optimizer.taken[low:high])
+        self._begun_with.require_same()
+        self._hooked |= _versions(grads) != grads_written
+
+    def _views(
+        self, low: int, tensors: Sequence[Mapping[str, Tensor]], given: Sequence[tuple[Any, ...]]
+    ) -> Iterator[ClientView]:
+        """Iterate over what a hook gets for each client from `low` on, whose number of steps the module then sees."""
+        for place, (own, arguments) in enumerate(zip(tensors, given, strict=True), low):
+            self.loop.set_steps(self.optimizer.taken[place : place + 1])
+            rows = self.whole.attributes.states.part(place, place + 1), self._metrics.part(place, place + 1)
+            yield ClientView(own, *rows, arguments)
+
     def _after_hooks(self) -> None:
         """Act on what hooks of the module may have changed: weights under masks, layers and their modes."""
         hooked = self._hooked
@@ -424,19 +469,8 @@ class StackedFit:
     @contextmanager
     def _for_all(self, reads: str = "reads") -> Iterator[None]:
         """Refuse to read logged values and the optimizer's tensors in what runs once for several clients."""
-        optimizer = self.optimizer.optimizer
-        groups, state = optimizer.param_groups, optimizer.state
-        before = [group["params"] for group in groups]
-        optimizer.state = _StateOfAll(reads)  # type: ignore[assignment]
-        for group in groups:
-            group["params"] = _ParametersOfAll(reads)
-        try:
-            with self.trainer.for_all():
-                yield
-        finally:
-            for group, parameters in zip(groups, before, strict=True):
-                group["params"] = parameters
-            optimizer.state = state
+        with self.optimizer.hidden(reads), self.trainer.for_all():
+            yield
 
     def _caller(self) -> StepCaller:
         """Return the caller of the module's training step."""
@@ -471,7 +505,6 @@ class StackedFit:
         part, callbacks = clients.module, [callback for callback, _ in self._callbacks]
         if part is not self.whole:
             callbacks = [callback.rows(low, high) for callback in callbacks]
-        taken = self.optimizer.taken[low:high]
         one, recorded = self._pass_of(step, clients, low, high, batch, number), None
         one.has_outputs = "on_train_batch_end" in self.trainer.hooks.overridden
         self._start_batch(callbacks, one)
@@ -482,12 +515,14 @@ class StackedFit:
             recorded = self._recorder.do(training)
         for callback in callbacks:
             callback.after_backward(one)
+        self._gradient_hook("on_after_backward", one)
         log.collect()
-        self._prepare_step(callbacks, part, taken)
+        self._prepare_step(callbacks, one)
         self.optimizer.step(low, high, clients.rows, recorded)
         self.loop.set_steps(self.optimizer.taken[low:high])  # as schedulers see it
         for callback in callbacks:
             callback.after_step(part.leaves)
+        self._mask_after_hooks()  # hooks may have written gradients under masks
         return partial(self._end_batch, callbacks, one)
 
     def _end_batch(self, callbacks: Sequence[StackedCallback], one: BatchPass) -> None:
@@ -514,16 +549,20 @@ class StackedFit:
             for callback, _ in self._callbacks:
                 callback.after_hooks()
 
-    def _prepare_step(self, callbacks: Sequence[StackedCallback], part: StackedModule, taken: Sequence[int]) -> None:
-        """Let callbacks act on the gradients, and clip them."""
-        trainer = self.trainer
+    def _prepare_step(self, callbacks: Sequence[StackedCallback], one: BatchPass) -> None:
+        """Let callbacks and the module act on the gradients, and clip them."""
+        trainer, leaves = self.trainer, one.leaves
+        limit, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         for callback in callbacks:
-            callback.before_step(part.leaves, taken)
-        if trainer.gradient_clip_val:
-            by_value = trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
-            clip([part.leaves[name] for name in self._stepped], trainer.gradient_clip_val, by_value)
+            callback.before_step(leaves, one.steps)
+        self._gradient_hook("on_before_optimizer_step", one)
+        if "configure_gradient_clipping" in trainer.hooks.overridden:
+            options = {"gradient_clip_val": limit, "gradient_clip_algorithm": algorithm}
+            self._gradient_hook("configure_gradient_clipping", one, **options)
+        elif limit:
+            clip([leaves[name] for name in self._stepped], limit, algorithm == GradClipAlgorithmType.VALUE)
         for callback in callbacks:
-            callback.before_update(part.leaves)
+            callback.before_update(leaves)
 
     def _pass(self, one: BatchPass, callbacks: Sequence[StackedCallback]) -> None:
         """Give the clients of a batch their gradients by calling the module's training step."""
@@ -534,12 +573,13 @@ class StackedFit:
             self._require_alike()
             self.checked = True
 
-    @contextmanager
-    def _shared_kept(self, low: int, high: int) -> Iterator[None]:
+    def _shared_kept(self, low: int, high: int) -> AbstractContextManager[None]:
         """Refuse to change what all clients share in the context, in which those from `low` to before `high` act."""
-        if (low, high) == (0, self.size):
-            yield
-            return
+        return nullcontext() if (low, high) == (0, self.size) else self._structure_kept()
+
+    @contextmanager
+    def _structure_kept(self) -> Iterator[None]:
+        """Refuse to change the optimizer's options, and layers of the module, within the context."""
         optimizer = self.optimizer.optimizer
         options, structure = options_of(optimizer), structure_of(self.module)
         yield
@@ -567,41 +607,8 @@ class StackedFit:
         return losses
 
 
-class _OfAll:
-    """Stand-in for what an optimizer holds of all clients, which raises when it is read.
-
-    Args:
-        reads: Start of the clause that says what reads it.
-    """
-
-    what: str
-
-    def __init__(self, reads: str) -> None:
-        self._reads = reads
-
-    def _refuse(self, *args: Any) -> NoReturn:
-        raise NotStackable(f"{self._reads} the optimizer's {self.what}")
-
-    __iter__ = __getitem__ = __len__ = __contains__ = _refuse
-
-
-class _ParametersOfAll(_OfAll, list[Tensor]):
-    what = "parameters, which are those of all clients"
-
-
-class _StateOfAll(_OfAll, dict[Tensor, Any]):
-    what = "state, which is that of all clients"
-
-    get = items = keys = values = _OfAll._refuse
-
-
-def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the options of an optimizer's groups, such as `lr`.
-
-    Args:
-        optimizer: Optimizer of all or some of a module's parameters.
-    """
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+def _versions(tensors: Iterable[Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors]
 
 
 def rewind(requests: Sequence[StackedRequest]) -> None:

@@ -1,15 +1,17 @@
-"""Hooks of a module that are called once for several clients of a stack."""
+"""Hooks of a module in a stack: called once for several clients, or, where they see gradients, for each of them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_sparsefl.federated.exchange.failures import is_out_of_memory
 from lightning_sparsefl.federated.local.fast.hooks import Hooks
+from lightning_sparsefl.federated.local.stacked.attributes import AttributeRows
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
 from lightning_sparsefl.federated.local.stacked.metrics.states import MetricRows
@@ -21,6 +23,10 @@ TRAINING_HOOKS = frozenset(("on_fit_start", *(f"on_train_{time}" for time in _TI
 """Hooks of a fit that are called for several clients at once."""
 EVALUATION_HOOKS = frozenset(f"on_{stage}_{time}" for stage in ("validation", "test") for time in _TIMES)
 """Hooks of an evaluation that are called for several clients at once."""
+GRADIENT_HOOKS = frozenset(("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"))
+"""Hooks of a fit that see gradients, which are called for one client after another, so that they may read numbers."""
+SCHEDULING_HOOKS = frozenset(("lr_scheduler_step",))
+"""Hooks of a fit that change the learning rates, which all clients share."""
 BATCH_HOOKS = frozenset(name for name in TRAINING_HOOKS | EVALUATION_HOOKS if "_batch_" in name)
 """Hooks that see a batch."""
 
@@ -62,6 +68,51 @@ def call_hook(
     try:
         with log.of_hook(name, metrics.low, metrics.high, samples):
             return part.call(run, given)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise NotStackable(f"is followed by `{name}`, which {reason_of(error)}") from error
+
+
+class ClientView(NamedTuple):
+    """What a hook that sees gradients gets for one client."""
+
+    tensors: Mapping[str, Tensor]
+    """Tensors by name; see :meth:`.StackedModule.view`."""
+    attributes: AttributeRows
+    metrics: MetricRows
+    arguments: tuple[Any, ...]
+
+
+def call_for_each(
+    name: str,
+    hooks: Hooks,
+    part: StackedModule,
+    views: Iterable[ClientView],
+    log: StackedLog,
+    samples: Callable[[], int],
+    **options: Any,
+) -> None:
+    """Call a hook of the module that sees gradients for one client after another.
+
+    Args:
+        name: Name of the hook, which the module overrides.
+        hooks: Caller of the hooks.
+        part: Tensors of the clients.
+        views: What the hook gets for each client.
+        log: Receiver of what the hook logs.
+        samples: Function that returns the number of samples of each client's batch.
+        **options: Keyword arguments of the hook.
+
+    Raises:
+        NotStackable: If the hook fails for a client.
+    """
+    log.level = 0
+    try:
+        for tensors, attributes, metrics, arguments in views:
+            low, high = metrics.low, metrics.high
+            with log.of_hook(name, low, high, samples), metrics.shown(0), part.showing(tensors, attributes):
+                hooks.call_module(name, *arguments, **options)
     except Exception as error:
         if is_out_of_memory(error):
             raise

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sparsefl.federated.local.stacked import functorch
-from lightning_sparsefl.federated.local.stacked.attributes import AttributeStates
+from lightning_sparsefl.federated.local.stacked.attributes import AttributeRows, AttributeStates
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 from lightning_sparsefl.federated.local.stacked.rules import FlatViews, LayerRules, OtherTensors
 
@@ -146,6 +146,46 @@ class StackedModule:
             if noted:
                 raise noted[0]
             return map_tensors(output, lambda tensor: unwrapped(tensor, level, self.size))
+
+    def view(self, place: int) -> dict[str, Tensor]:
+        """Return the tensors of one client, with views of its gradients.
+
+        Args:
+            place: Place of the client among these.
+        """
+        tensors = {}
+        for name, leaf in self.leaves.items():
+            tensors[name] = tensor = leaf.detach()[place]
+            if leaf.requires_grad:
+                tensor.requires_grad_()
+                tensor._is_param = True
+            if leaf.grad is not None:
+                tensor.grad = leaf.grad.detach()[place]
+        return tensors
+
+    @contextmanager
+    def showing(self, tensors: Mapping[str, Tensor], attributes: AttributeRows) -> Iterator[None]:
+        """Let the module hold the tensors and attributes of one client within the context.
+
+        A gradient that is replaced is copied into the one that it replaces.
+
+        Args:
+            tensors: Result of :meth:`view`.
+            attributes: Attributes of the client.
+
+        Raises:
+            NotStackable: If a gradient is removed, or given to a weight that has none.
+        """
+        grads = [(tensor, tensor.grad) for tensor in tensors.values()]
+        with attributes.shown(0), self._shown(tensors), OtherTensors(self.own_ids):
+            yield
+        for tensor, grad in grads:
+            if tensor.grad is grad:
+                continue
+            if grad is None or tensor.grad is None:
+                raise NotStackable("removes a gradient, or gives one to a weight without, so that steps differ")
+            with torch.no_grad():
+                grad.copy_(tensor.grad)
 
     @contextmanager
     def _alike(self) -> Iterator[None]:

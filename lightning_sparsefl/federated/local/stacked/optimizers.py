@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from lightning_sparsefl.federated.local.fast.direct_calls import step_optimizer
 from lightning_sparsefl.federated.local.stacked.fused import choose_kernel, may_be_fused
+from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 from lightning_sparsefl.federated.local.stacked.stack_reader import equal_ranges
 
 ELEMENTWISE: frozenset[type] = frozenset(
@@ -157,15 +159,48 @@ class StackedOptimizer:
         ]
         known, states = self._parts.get((low, high)), [value for *_, value in kept]
         if known is None or not known.is_of(leaves, states):
-            known = self._parts[low, high] = _Part(self._optimizer_of(leaves), leaves, states)
+            known = self._parts[low, high] = _Part(self.of(leaves), leaves, states)
             for leaf, key, value in kept:
                 known.optimizer.state[leaves[leaf]][key] = value[low:high]
         for group, whole in zip(known.optimizer.param_groups, self.optimizer.param_groups, strict=True):
             group.update({key: value for key, value in whole.items() if key not in ("params", "fused")})
         return known
 
-    def _optimizer_of(self, leaves: Mapping[Tensor, Tensor]) -> torch.optim.Optimizer:
-        """Return an optimizer of some clients, whose tensors are views, without a state."""
+    @contextmanager
+    def hidden(self, reads: str) -> Iterator[None]:
+        """Refuse to read parameters and state of the optimizer within the context, which are those of all clients.
+
+        Args:
+            reads: Start of the clause that says what reads them.
+        """
+        groups, state = self.optimizer.param_groups, self.optimizer.state
+        before = [group["params"] for group in groups]
+        self.optimizer.state = _StateOfAll(reads)  # type: ignore[assignment]
+        for group in groups:
+            group["params"] = _ParametersOfAll(reads)
+        try:
+            yield
+        finally:
+            for group, parameters in zip(groups, before, strict=True):
+                group["params"] = parameters
+            self.optimizer.state = state
+
+    def view(self, leaves: Mapping[Tensor, Tensor]) -> torch.optim.Optimizer:
+        """Return the optimizer of one client, as the module sees it, whose state cannot be read.
+
+        Args:
+            leaves: Tensors of the client, by the leaf of all clients.
+        """
+        optimizer = self.of(leaves)
+        optimizer.state = _StateOfAll("reads")  # type: ignore[assignment]
+        return optimizer
+
+    def of(self, leaves: Mapping[Tensor, Tensor]) -> torch.optim.Optimizer:
+        """Return an optimizer of some clients, without a state.
+
+        Args:
+            leaves: Tensors of these clients, by the leaf of all clients.
+        """
         part = copy.copy(self.optimizer)
         part.__dict__.pop("step", None)  # a scheduler has bound it to the optimizer of all clients
         part._optimizer_step_pre_hooks, part._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
@@ -211,6 +246,43 @@ class StackedOptimizer:
             if entries:
                 copies = {key: value.clone() if isinstance(value, Tensor) else value for key, value in entries.items()}
                 optimizer.state[leaf].update(copies)
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the options of an optimizer's groups, such as `lr`.
+
+    Args:
+        optimizer: Optimizer of all or some of a module's parameters.
+    """
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+class _OfAll:
+    """Stand-in for what an optimizer holds of all clients, which raises when it is read.
+
+    Args:
+        reads: Start of the clause that says what reads it.
+    """
+
+    what: str
+
+    def __init__(self, reads: str) -> None:
+        self._reads = reads
+
+    def _refuse(self, *args: Any) -> NoReturn:
+        raise NotStackable(f"{self._reads} the optimizer's {self.what}")
+
+    __iter__ = __getitem__ = __len__ = __contains__ = _refuse
+
+
+class _ParametersOfAll(_OfAll, list[Tensor]):
+    what = "parameters, which are those of all clients"
+
+
+class _StateOfAll(_OfAll, dict[Tensor, Any]):
+    what = "state, which is that of all clients"
+
+    get = items = keys = values = _OfAll._refuse
 
 
 def _rows(leaf: Tensor, first: int, end: int) -> Tensor:

@@ -27,9 +27,10 @@ from lightning_sparsefl.federated.local.isolation import restore_trainer_refs
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.asked_loop import AskedLoop
 from lightning_sparsefl.federated.local.stacked.attributes import ChangedAttributes
-from lightning_sparsefl.federated.local.stacked.fit import options_of, require_elementwise
-from lightning_sparsefl.federated.local.stacked.hooks import TRAINING_HOOKS
+from lightning_sparsefl.federated.local.stacked.fit import require_elementwise
+from lightning_sparsefl.federated.local.stacked.hooks import GRADIENT_HOOKS, SCHEDULING_HOOKS, TRAINING_HOOKS
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
+from lightning_sparsefl.federated.local.stacked.optimizers import options_of
 from lightning_sparsefl.federated.local.stacked.reader import name_of_data
 from lightning_sparsefl.federated.local.stacked.reasons import reason_of
 from lightning_sparsefl.federated.local.stacked.trials.step_trial import (
@@ -119,7 +120,7 @@ class StackingTrial:
         module, name = self._module, type(self._module).__name__
         if not module.automatic_optimization:
             return f"`{name}` optimizes manually"
-        known = (STEPS, NEVER_CALLED, TRAINING_HOOKS, *SCORING_HOOKS.values())
+        known = (STEPS, NEVER_CALLED, TRAINING_HOOKS, GRADIENT_HOOKS, SCHEDULING_HOOKS, *SCORING_HOOKS.values())
         reason = reason_of_hooks(module, overridden(module).difference(*known))
         if reason is not None:
             return reason

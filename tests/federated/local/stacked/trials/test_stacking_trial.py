@@ -210,8 +210,8 @@ def test_a_step_that_can_be_stacked_is(case, tmp_path, stacked):
 
 
 class Hooked(Net):
-    def on_after_backward(self):
-        self.net[0].bias.grad.mul_(2)
+    def on_before_backward(self, loss):
+        loss.data.mul_(2)
 
 
 class Manual(Net):
@@ -237,7 +237,7 @@ class Sgd(SGD):
 
 
 MODULES = {
-    "hook": (Hooked, "`Hooked` overrides `on_after_backward`"),
+    "hook": (Hooked, "`Hooked` overrides `on_before_backward`"),
     "manual": (Manual, "`Manual` optimizes manually"),
     "averages": (Averaging, "`net.1` averages over all batches"),
     "own optimizer": (lambda: Net(optimize=lambda net: Sgd(net.parameters(), lr=0.1)), "followed by the optimizer Sgd"),

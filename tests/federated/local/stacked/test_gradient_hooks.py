@@ -1,0 +1,253 @@
+"""Hooks of a module that see gradients: they are called for each client of a stack, with views of its tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.pytorch.utilities import grad_norm
+from torch.nn import functional as F
+from torchmetrics import MeanMetric
+
+from lightning_sparsefl import (
+    APFL,
+    CS,
+    FLASC,
+    SCAFFOLD,
+    FedDIP,
+    FedLPS,
+    FedProx,
+    FedSpa,
+    HeteroFL,
+    PerFedAvg,
+    PerFedMask,
+    PFedMe,
+    PruneTrain,
+    SpaFL,
+)
+from tests.federated.local.stacked import test_odd_modules as odd
+from tests.federated.local.stacked.test_odd_modules import Plain, check, said_alone
+
+
+class LogsNorms(Plain):
+    """Logs the norm of each gradient, as the documentation of Lightning shows."""
+
+    def on_before_optimizer_step(self, optimizer):
+        self.log_dict(grad_norm(self.net, norm_type=2))
+
+
+class ReadsNumbers(Plain):
+    """Reads numbers out of gradients, which several clients at once do not have."""
+
+    def on_after_backward(self):
+        norms = [float(parameter.grad.norm()) for parameter in self.parameters() if parameter.grad is not None]
+        self.log("largest", max(norms), on_step=False, on_epoch=True)
+        self.log("steps", float(self.global_step))
+
+
+class Clips(Plain):
+    """Clips adaptively, by the norms of the steps before."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = []
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        total = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+        self.norms.append(total)
+        limit = 0.5 * float(sum(self.norms)) / len(self.norms)
+        self.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm="norm")
+
+
+class ClipsByValue(Plain):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        assert gradient_clip_algorithm is None
+        self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+
+
+class Centralizes(Plain):
+    """Replaces gradients, and divides those of a group by its learning rate."""
+
+    def on_after_backward(self):
+        for layer in (self.net[0], self.net[2]):
+            layer.weight.grad = layer.weight.grad - layer.weight.grad.mean(1, keepdim=True)
+
+    def on_before_optimizer_step(self, optimizer):
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.div_(1 + group["lr"])
+
+
+class Decoupled(Plain):
+    """Adds a term of its own to the gradients, and counts in a metric object."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = MeanMetric()
+        self.seen = 0
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer):
+        self.seen += 1
+        for name, parameter in self.named_parameters():
+            if name.endswith("weight"):
+                parameter.grad.add_(parameter, alpha=1e-2 * self.seen)
+        self.mean.update(self.net[0].weight.grad.norm())
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+
+
+class NotTrained(Plain):
+    """Has a layer without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[0].requires_grad_(False)
+        self.unused = torch.nn.Linear(3, 2)
+
+    def on_before_optimizer_step(self, optimizer):
+        assert self.net[0].weight.grad is None
+        assert self.unused.weight.grad is None
+        assert sum(parameter.requires_grad for parameter in self.parameters()) == 4
+        self.log("slope", self.net[2].weight.grad.norm())
+
+
+class StepsItsScheduler(Plain):
+    """Steps a scheduler by the epoch, as those of other packages need it."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+    def lr_scheduler_step(self, scheduler, metric):
+        assert metric is None
+        if self.current_epoch == 0:
+            scheduler.step()
+
+
+KINDS = [
+    LogsNorms, ReadsNumbers, Clips, ClipsByValue, Centralizes, Decoupled, NotTrained, StepsItsScheduler,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", [list(odd.SIZES), [20] * 4], ids=["ragged", "even"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hook_sees_the_gradients_of_each_client(kind, sizes, tmp_path, monkeypatch):
+    monkeypatch.setattr(odd, "SIZES", sizes)
+    stacks, said = check(kind, tmp_path)
+    assert stacks == [4, 4], said
+    assert not said_alone(said)
+
+
+class Noisy(LogsNorms):
+    """Writes gradients under masks, and logs what has become of the weights."""
+
+    def on_after_backward(self):
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.add_(0.01)
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.add_(0.01)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("zeros", sum((parameter == 0).sum() for parameter in self.parameters()).double())
+
+
+ALGORITHMS = [
+    FedSpa(), FedDIP(), FedLPS(ratio="fixed"), PerFedMask(), FedProx(), SCAFFOLD(), APFL(), PFedMe(lam=1.0),
+    PerFedAvg(), CS(), HeteroFL(), SpaFL(), FLASC(adapters=("*",)), PruneTrain(),
+]  # fmt: skip
+SLOW = [pytest.param(algorithm, marks=pytest.mark.slow) for algorithm in ALGORITHMS[1:]]
+
+
+@pytest.mark.parametrize("algorithm", [ALGORITHMS[0], *SLOW], ids=lambda algorithm: type(algorithm).__name__)
+def test_hooks_see_the_gradients_that_callbacks_leave(algorithm, tmp_path):
+    stacks, said = check(Noisy, tmp_path, algorithm=algorithm)
+    assert stacks, said
+    assert not said_alone(said)
+
+
+class WritesWeights(Plain):
+    def on_before_optimizer_step(self, optimizer):
+        with torch.no_grad():
+            self.net[0].weight.mul_(0.99)
+
+
+class SetsTheRate(Plain):
+    def on_before_optimizer_step(self, optimizer):
+        optimizer.param_groups[0]["lr"] = float(self.net[0].weight.grad.norm())
+
+
+class ReadsTheState(Plain):
+    def on_before_optimizer_step(self, optimizer):
+        self.log("known", float(len(optimizer.state)))
+
+
+class RemovesGradients(Plain):
+    def on_after_backward(self):
+        if self.net[0].weight.grad.norm() > 0:
+            self.net[0].zero_grad()
+
+
+class AddsNoise(Plain):
+    def on_after_backward(self):
+        self.net[0].weight.grad.add_(torch.randn_like(self.net[0].weight))
+
+
+class Freezes(Plain):
+    def on_after_backward(self):
+        self.net[0].eval()
+
+
+class KeepsNumbers(Plain):
+    def __init__(self):
+        super().__init__()
+        self.last = 0.0
+
+    def on_after_backward(self):
+        self.last = float(self.net[0].weight.grad.norm())
+
+
+class ReadsLogged(Plain):
+    def on_before_optimizer_step(self, optimizer):
+        self.log("before", self.trainer.callback_metrics.get("train_loss", 0.0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (WritesWeights, "is followed by `on_before_optimizer_step`, which writes into weights"),
+        (SetsTheRate, "which sets options of the optimizer, which all clients share"),
+        (ReadsTheState, "reads the optimizer's state, which is that of all clients"),
+        (RemovesGradients, "is followed by `on_after_backward`, which removes a gradient"),
+        (AddsNoise, "draws random numbers of torch"),
+        (Freezes, "changes layers of the module, their modes or their hooks, which all clients share"),
+        (KeepsNumbers, "keeps other values in attributes for other clients"),
+        (ReadsLogged, "asks for `trainer.callback_metrics`"),
+    ],
+)
+def test_what_a_hook_cannot_do_for_one_client_is_named(kind, words, tmp_path):
+    sizes, said = check(kind, tmp_path)
+    assert sizes == []
+    assert any(words in text for text in said_alone(said)), said
+
+
+class FailsLater(Plain):
+    """Asks the client with the most samples for a gradient that it does not have."""
+
+    def on_after_backward(self):
+        if self.global_step == 3:
+            self.net[2].zero_grad()
+
+
+def test_a_stack_is_undone_where_a_later_step_differs(tmp_path):
+    sizes, said = check(FailsLater, tmp_path)
+    assert any("removes a gradient" in text for text in said), said
+    assert len(sizes) < 4
