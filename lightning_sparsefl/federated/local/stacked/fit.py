@@ -35,8 +35,9 @@ from lightning_sparsefl.federated.local.stacked.hooks import (
     call_for_each,
     call_hook,
     require_plain,
+    to_device,
 )
-from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
+from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names, tensors_of
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
 from lightning_sparsefl.federated.local.stacked.metrics.functional import functions_for_clients
 from lightning_sparsefl.federated.local.stacked.metrics.states import MetricRows, MetricStates
@@ -485,8 +486,11 @@ class StackedFit:
     def _pass_of(self, step: StepCaller, part: _Part, low: int, high: int, batch: Any, number: int) -> BatchPass:
         """Return the pass of one batch of each of the clients of a part, those from `low` to before `high`."""
         trainer, log, taken = self.trainer, self.log, self.optimizer.taken[low:high]
-        batch = trainer.precision_plugin.convert_input(batch)
-        batch = trainer.hooks.to_device(batch, trainer.strategy.root_device)
+        batch = to_device(trainer, part.module, batch)
+        if trainer.hooks.override_transfer:
+            self._begun_with.require_same()
+            if any(tensor.requires_grad for tensor in tensors_of(batch)):  # whose graph serves for one pass
+                self._recorder = None
         log.low, log.high, log.samples = low, high, partial(samples_of, batch)
         self.loop.set_steps(taken)
         return BatchPass(part.module, step, batch, number, log, taken, part.metrics)

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_sparsefl.federated.exchange.failures import is_out_of_memory
 from lightning_sparsefl.federated.local.fast.hooks import Hooks
+from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
 from lightning_sparsefl.federated.local.stacked.attributes import AttributeRows
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
@@ -25,8 +26,8 @@ EVALUATION_HOOKS = frozenset(f"on_{stage}_{time}" for stage in ("validation", "t
 """Hooks of an evaluation that are called for several clients at once."""
 GRADIENT_HOOKS = frozenset(("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"))
 """Hooks of a fit that see gradients, which are called for one client after another, so that they may read numbers."""
-SCHEDULING_HOOKS = frozenset(("lr_scheduler_step",))
-"""Hooks of a fit that change the learning rates, which all clients share."""
+STACKED_HOOKS = TRAINING_HOOKS | GRADIENT_HOOKS | {"lr_scheduler_step"}
+"""Hooks that a module whose clients train as a stack may override, besides those of the batch transfer."""
 BATCH_HOOKS = frozenset(name for name in TRAINING_HOOKS | EVALUATION_HOOKS if "_batch_" in name)
 """Hooks that see a batch."""
 
@@ -72,6 +73,29 @@ def call_hook(
         if is_out_of_memory(error):
             raise
         raise NotStackable(f"is followed by `{name}`, which {reason_of(error)}") from error
+
+
+def to_device(trainer: FastTrainer, part: StackedModule, batch: Any) -> Any:
+    """Return the batches of several clients on the device, after the hooks of the transfer.
+
+    Args:
+        trainer: Trainer of the stack.
+        part: Tensors of the clients.
+        batch: Batch whose tensors have the clients in dimension 0.
+
+    Raises:
+        NotStackable: If a hook fails for several clients at once.
+    """
+    hooks, device = trainer.hooks, trainer.strategy.root_device
+    batch = trainer.precision_plugin.convert_input(batch)
+    if not hooks.override_transfer:
+        return hooks.to_device(batch, device)
+    try:
+        return part.call(lambda own, level: hooks.to_device(own, device), batch)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise NotStackable(f"is preceded by a hook of the batch transfer, which {reason_of(error)}") from error
 
 
 class ClientView(NamedTuple):

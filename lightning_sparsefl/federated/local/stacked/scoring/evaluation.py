@@ -21,7 +21,13 @@ from lightning_sparsefl.federated.local.fast.steps import StepCaller
 from lightning_sparsefl.federated.local.isolation import Settings, isolate_metrics, restore_trainer_refs
 from lightning_sparsefl.federated.local.stacked.attributes import ChangedAttributes
 from lightning_sparsefl.federated.local.stacked.fit import StackTrainer
-from lightning_sparsefl.federated.local.stacked.hooks import BATCH_HOOKS, EVALUATION_HOOKS, call_hook, require_plain
+from lightning_sparsefl.federated.local.stacked.hooks import (
+    BATCH_HOOKS,
+    EVALUATION_HOOKS,
+    call_hook,
+    require_plain,
+    to_device,
+)
 from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
 from lightning_sparsefl.federated.local.stacked.logs import EvaluationLog
 from lightning_sparsefl.federated.local.stacked.metrics.functional import functions_for_clients
@@ -212,8 +218,9 @@ class StackedEvaluation:
     def _batch(self, step: StepCaller, low: int, high: int, batch: Any, number: int) -> None:
         """Evaluate the clients from `low` to before `high` on one batch of each."""
         trainer, log, part = self.trainer, self.log, self.whole.part(low, high)
-        batch = trainer.precision_plugin.convert_input(batch)
-        batch = trainer.hooks.to_device(batch, trainer.strategy.root_device)
+        batch = to_device(trainer, part, batch)
+        if trainer.hooks.override_transfer:
+            self.kept.require_same()
         log.low, log.high, log.samples = low, high, partial(samples_of, batch)
         sees = f"on_{self._name}_batch_end" in trainer.hooks.overridden
         one = EvaluationPass(part, step, batch, number, log, self.metrics.part(low, high), sees)

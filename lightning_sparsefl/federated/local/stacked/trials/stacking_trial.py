@@ -14,11 +14,13 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_sparsefl.callbacks.stacking import stacking_key
 from lightning_sparsefl.data.examples import reads_here
+from lightning_sparsefl.data.federated import TRANSFERS
 from lightning_sparsefl.federated.exchange.failures import in_brief
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.support import NEVER_CALLED, SCORING_HOOKS, STEPS, overridden
@@ -28,7 +30,7 @@ from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.asked_loop import AskedLoop
 from lightning_sparsefl.federated.local.stacked.attributes import ChangedAttributes
 from lightning_sparsefl.federated.local.stacked.fit import require_elementwise
-from lightning_sparsefl.federated.local.stacked.hooks import GRADIENT_HOOKS, SCHEDULING_HOOKS, TRAINING_HOOKS
+from lightning_sparsefl.federated.local.stacked.hooks import STACKED_HOOKS
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 from lightning_sparsefl.federated.local.stacked.optimizers import options_of
 from lightning_sparsefl.federated.local.stacked.reader import name_of_data
@@ -120,7 +122,7 @@ class StackingTrial:
         module, name = self._module, type(self._module).__name__
         if not module.automatic_optimization:
             return f"`{name}` optimizes manually"
-        known = (STEPS, NEVER_CALLED, TRAINING_HOOKS, GRADIENT_HOOKS, SCHEDULING_HOOKS, *SCORING_HOOKS.values())
+        known = (STEPS, NEVER_CALLED, STACKED_HOOKS, TRANSFERS, *SCORING_HOOKS.values())
         reason = reason_of_hooks(module, overridden(module).difference(*known))
         if reason is not None:
             return reason
@@ -136,7 +138,8 @@ class StackingTrial:
                 f"client 0's loader reads a `{name_of_data(loader)}` with workers, pinned memory, or a sampler, a "
                 "generator or a class of its own, and not as a plain DataLoader does"
             )
-        if self._trainer().hooks.override_transfer:
+        data: Any = self._data
+        if isinstance(data, LightningDataModule) and any(is_overridden(hook, data) for hook in TRANSFERS):
             return "the data module overrides a hook of the batch transfer"
         return None
 
