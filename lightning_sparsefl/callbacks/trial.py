@@ -17,10 +17,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 
+from lightning_sparsefl.callbacks.object_states import LARGE_TENSOR, ObjectStates
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.attributes import slots_of
 from lightning_sparsefl.sparse.containers import ContainerStates, fill
 from lightning_sparsefl.sparse.modes import random_restored
+
+_OF_MODULES = frozenset(vars(LightningModule()))
+"""Attributes that every module has."""
 
 
 def copy_of(batch: Any, memo: dict[int, tuple[Any, Any]] | None = None) -> Any:
@@ -117,12 +121,19 @@ def first_samples(batch: Any, number: int = 2) -> Any:
 
 @contextmanager
 def trial(module: LightningModule) -> Iterator[None]:
-    """Disable logging, and restore attributes, buffers, metrics and random states (torch, NumPy, Python) afterwards."""
+    """Disable logging, and restore attributes, buffers, metrics and random states (torch, NumPy, Python) afterwards.
+
+    Attributes are restored with what they hold, such as tensors in lists, of which a step may have changed the numbers.
+    """
     children = list(module.modules())
     attributes = [(child, type(child), dict(vars(child)), ContainerStates()) for child in children]
+    held = ObjectStates(LARGE_TENSOR, in_data=False)
     for child, _, own, containers in attributes:
         for name, value in own.items():
-            containers.add(value, name)
+            if name in _OF_MODULES or isinstance(child, Metric):
+                containers.add(value, name)
+            else:
+                held.visit(value, name)
         if isinstance(child, Metric):
             own |= _copied(child.metric_state)
     parts = [part for part in children if isinstance(part, LightningModule)]
@@ -148,6 +159,7 @@ def trial(module: LightningModule) -> Iterator[None]:
             if type(child) is kind:  # no lazy layer, which the pass has initialized
                 fill(vars(child), own)
                 containers.restore()
+        held.restore()
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

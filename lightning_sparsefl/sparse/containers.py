@@ -11,7 +11,7 @@ CONTAINERS = (dict, list, set, deque)
 """Types of containers that are changed in place."""
 HOLDERS = (*CONTAINERS, tuple)
 """Types of values that may hold containers."""
-_LARGE = 10_000
+LARGE = 10_000
 """Number of items, with those of inner containers, from which on a container is not copied: data costs little."""
 
 
@@ -79,13 +79,13 @@ def containers_in(value: Any) -> list[Any] | None:
     found: dict[int, Any] = {}
     waiting, items = [value], 0
     for each in waiting:  # which grows
-        if not isinstance(each, HOLDERS) or id(each) in found:
+        if not issubclass(type(each), HOLDERS) or id(each) in found:
             continue
         if not isinstance(each, tuple):
             found[id(each)] = each
         inner: Iterable[Any] = each.values() if isinstance(each, dict) else each
         items += len(each)
-        if items >= _LARGE:
+        if items >= LARGE:
             return None
         waiting += inner
     return list(found.values())
@@ -121,7 +121,7 @@ class ContainerStates:
             value: Value of any kind.
             name: Name of the value, which the containers in it have too.
         """
-        if not isinstance(value, HOLDERS):
+        if not issubclass(type(value), HOLDERS):
             return True
         if not value:
             self._empty.append((value, name))

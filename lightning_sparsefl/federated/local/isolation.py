@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -186,7 +186,7 @@ class ModuleState:
         if isinstance(module, MetricCollection):
             return
         for key, value in attributes.items():
-            if not isinstance(value, HOLDERS) or key in OF_LIGHTNING or not is_restored(module, key):
+            if not issubclass(type(value), HOLDERS) or key in OF_LIGHTNING or not is_restored(module, key):
                 continue
             if not self._containers.add(value, f"{name}.{key}"):
                 self._sizes.append((name, key, value, len(value)))
@@ -195,11 +195,7 @@ class ModuleState:
         """Restore the snapshot."""
         self._restore_flags_and_hooks()
         self._report_sizes()
-        for name in self._containers.restore():
-            _messages.info(
-                f"A client's work has changed the contents of `{name}`, which are restored for the next client; "
-                "log what is to stay with `self.log`."
-            )
+        tell_contents(self._containers.restore())
         for module, buffers in self._buffers:
             _restore_buffers(module, buffers)
         for now, before in self._members:
@@ -231,6 +227,19 @@ class ModuleState:
                     f"The work of a client has changed `{name}.{key}` in place. The next client on the same rank will "
                     "see the change, so the result may depend on the number of ranks; clear it in `on_fit_start`."
                 )
+
+
+def tell_contents(names: Iterable[str]) -> None:
+    """Tell once for each attribute that what clients leave in its containers is discarded.
+
+    Args:
+        names: Names of the attributes.
+    """
+    for name in names:
+        _messages.info(
+            f"A client's work has changed the contents of `{name}`, which are restored for the next client; "
+            "log what is to stay with `self.log`."
+        )
 
 
 def _restore_hooks(hooks: dict[int, Any], known: dict[int, Any]) -> None:

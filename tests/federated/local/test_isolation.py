@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import logging
 import os
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.isolation import ModuleState, isolate_metrics
 from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
 from lightning_sparsefl.federated.local.local_options import LocalOptions
+from lightning_sparsefl.federated.local.stacked.undo import ModuleStates
 
 
 class Factor(nn.Module):
@@ -325,3 +327,19 @@ def test_a_loader_may_be_of_a_class_of_its_own(engine: str, tmp_path: Any) -> No
 
     data = Data(num_train=80, num_test=20, num_clients=4, dim=8, val_fraction=0.2, batch_size=4)
     assert trainer_of(tmp_path, 1, local_engine=engine).fit(Net(), data)["rounds"] == 1
+
+
+class Owner:
+    """An object that a module refers to."""
+
+
+def test_a_weak_reference_to_what_is_gone_is_left_alone(loader: DataLoader) -> None:
+    module = Net()
+    module.owner = weakref.proxy(owner := Owner())
+    del owner
+    state = ModuleState(module)
+    module.late = 1
+    state.restore()
+    assert not hasattr(module, "late")
+    states = ModuleStates(module)
+    assert states.changed() is None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -14,12 +16,14 @@ from torch import Tensor, nn
 
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.logs import ChangesAttribute, NotStackable
-from lightning_sparsefl.sparse.containers import containers_in, content_of, fill
+from lightning_sparsefl.sparse.containers import containers_in, content_of, fill, has_content
 
 _CONTAINERS = (list, deque, set, dict, Counter, OrderedDict, defaultdict)
 """Types of containers that may have other contents for each client."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 """Types of values that all clients that step together have in common."""
+_FLAT = {Tensor, *_PLAIN}
+"""Types of values in which nothing but numbers of tensors can be changed in place."""
 _MISSING = object()
 
 
@@ -115,9 +119,16 @@ class AttributeStates:
     def _note(self, value: Any) -> Any:
         return self._known.setdefault(id(value), value)
 
-    def _read(self, tensors: Callable[[Tensor], Tensor], others: Callable[[Any], Any]) -> list[Any]:
+    def _read(
+        self,
+        tensors: Callable[[Tensor], Tensor],
+        others: Callable[[Any], Any],
+        shown: _ListItems | None = None,
+        stored: _ListItems | None = None,
+    ) -> list[Any]:
         """Return copies of the values and contents of the attributes as they are now."""
-        copier = _Copier(tensors, others, {id(each): (each, _Original(at)) for at, each in enumerate(self._originals)})
+        originals = {id(each): (each, _Original(at)) for at, each in enumerate(self._originals)}
+        copier = _Copier(tensors, others, originals, shown, stored)
         values = [copier.copy(slot.table.get(slot.key, _MISSING)) for slot in self.slots]
         return values + [copier.content(each) for each in self._originals]
 
@@ -125,13 +136,17 @@ class AttributeStates:
         """Return a function that leaves the tensors as they are that the module had before."""
         return lambda tensor: tensor if id(tensor) in self._known else function(tensor)
 
-    def store(self, low: int, high: int, tensors: Callable[[Tensor], Tensor]) -> None:
+    def store(
+        self, low: int, high: int, tensors: Callable[[Tensor], Tensor], shown: _ListItems, stored: _ListItems
+    ) -> None:
         """Store the attributes as they are now as those of the clients from `low` to before `high`.
 
         Args:
             low: First client.
             high: Client after the last one.
             tensors: Function of a tensor within a step that returns one with the clients in dimension 0.
+            shown: Items of lists as they were shown, with what is stored of them.
+            stored: Receiver of the items that stayed, by the stored list, with what was shown of them.
         """
 
         def same(value: Any) -> Any:
@@ -139,28 +154,35 @@ class AttributeStates:
                 return value
             raise NotStackable(f"keeps a `{type(value).__name__}` in {self._names}, which all clients share")
 
-        held = _Held(high - low, self._read(self._unless_known(tensors), same))
+        held = _Held(high - low, self._read(self._unless_known(tensors), same, shown, stored))
         self.held[low:high] = [(held, place) for place in range(high - low)]
 
     @property
     def _names(self) -> str:
         return " and ".join(f"`{slot.name}`" for slot in self.slots)
 
-    def show(self, values: Sequence[Any], function: Callable[[Tensor], Tensor]) -> None:
+    def show(
+        self, values: Sequence[Any], function: Callable[[Tensor], Tensor], stored: _ListItems, shown: _ListItems
+    ) -> None:
         """Give the module stored values.
 
         Args:
             values: The values.
             function: Function that is applied to the tensors of clients.
+            stored: Items of stored lists, with what was shown of them.
+            shown: Receiver of the items that are shown, by the list that the module has, with what is stored of them.
         """
         originals = self._originals
-        shown = self.mapped(
-            values, function, lambda value: originals[value.place] if isinstance(value, _Original) else value
-        )
-        for slot, value in zip(self.slots, shown, strict=False):
+
+        def others(value: Any) -> Any:
+            return originals[value.place] if isinstance(value, _Original) else value
+
+        given = self.mapped(values, function, others, stored, shown)
+        for slot, value in zip(self.slots, given, strict=False):
             slot.show(value)
-        for container, content in zip(originals, shown[len(self.slots) :], strict=True):
+        for container, content in zip(originals, given[len(self.slots) :], strict=True):
             fill(container, content)
+            shown.move(content, container)
 
     def restore(self) -> None:
         """Give the module what it had before."""
@@ -168,6 +190,15 @@ class AttributeStates:
             slot.show(slot.value)
         for container, content in zip(self._originals, self._contents, strict=True):
             fill(container, content)
+
+    def changed_contents(self) -> list[str]:
+        """Return the names of attributes whose containers have other contents for a client than the module's."""
+        changed = set[int]()
+        for held in {id(held): held for held, _ in self.held}.values():
+            pairs = zip(self._originals, held.values[len(self.slots) :], self._contents, strict=True)
+            changed |= {id(each) for each, now, before in pairs if not has_content(now, before)}
+        names = [slot.name for slot in self.slots if changed & set(map(id, containers_in(slot.value) or ()))]
+        return sorted(names)
 
     @contextmanager
     def hidden(self, reads: str) -> Iterator[None]:
@@ -260,6 +291,8 @@ class AttributeStates:
         values: Sequence[Any],
         function: Callable[[Tensor], Tensor],
         others: Callable[[Any], Any] = lambda value: value,
+        known: _ListItems | None = None,
+        noted: _ListItems | None = None,
     ) -> list[Any]:
         """Return copies of stored values.
 
@@ -267,8 +300,10 @@ class AttributeStates:
             values: The values.
             function: Function that is applied to the tensors of clients.
             others: Function that is applied to objects that are neither tensors nor containers.
+            known: Items of lists with their copies; None = none.
+            noted: Receiver of the items that are copied; None = none.
         """
-        copier = _Copier(self._unless_known(function), others, {})
+        copier = _Copier(self._unless_known(function), others, {}, known, noted, all_items=True)
         return [copier.copy(value) for value in values]
 
 
@@ -283,6 +318,8 @@ class AttributeRows:
 
     def __init__(self, states: AttributeStates, low: int, high: int) -> None:
         self.states, self.low, self.high = states, low, high
+        self._stored, self._level = _ListItems(), 0
+        """Items of stored lists, with what the last step has seen of them at this level."""
 
     @contextmanager
     def shown(self, level: int) -> Iterator[None]:
@@ -298,15 +335,20 @@ class AttributeRows:
 
         whole: dict[int, tuple[Tensor, Tensor]] = {}  # what is shown, and what it is a view of
         common: list[Tensor] = []
+        before, shown = self._stored if level == self._level else _ListItems(), _ListItems()
+        self._stored, self._level = _ListItems(), level
 
         def given(tensor: Tensor) -> Tensor:
-            view = functorch.wrap(tensor, 0, level) if level else tensor[0]
+            view: Tensor | None = before.copy_of(tensor)
+            if view is None:
+                view = functorch.wrap(tensor, 0, level) if level else tensor[0]
             whole[id(view)] = (view, tensor)
             return view
 
         def stored(tensor: Tensor) -> Tensor:
-            if id(tensor) in whole:
-                return whole[id(tensor)][1]
+            known: Tensor | None = whole[id(tensor)][1] if id(tensor) in whole else shown.copy_of(tensor)
+            if known is not None:
+                return known
             if not level:
                 return tensor.unsqueeze(0)
             value, dim = functorch.unwrap(tensor, level) if functorch.is_batched(tensor) else (tensor, None)
@@ -317,9 +359,9 @@ class AttributeRows:
             return value.expand(size, *value.shape).clone()  # into which the next step may write
 
         try:
-            states.show(states.values(self.low, self.high), given)
+            states.show(states.values(self.low, self.high), given, before, shown)
             yield
-            states.store(self.low, self.high, stored)
+            states.store(self.low, self.high, stored, shown, self._stored)
         finally:
             states.restore()
 
@@ -343,6 +385,61 @@ class AttributeRows:
             states.held[self.low : self.high] = before
 
 
+class _ListItems:
+    """Items of lists with their copies, so that those that stay in a list are not copied again at each step.
+
+    A list to which each of n steps appends a tensor would else take a time that grows with the square of n.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, list[Any], list[Any]]] = {}
+        """List, its items, and their copies, by the identity of the list."""
+
+    def copies(self, container: Any, items: Sequence[Any]) -> list[Any]:
+        """Return the copies of the first items of a list, as far as they are known.
+
+        Args:
+            container: The list.
+            items: Its items.
+        """
+        _, before, copied = self._known.get(id(container), (None, [], []))
+        return copied if len(items) >= len(before) and all(map(operator.is_, items, before)) else []
+
+    def copy_of(self, item: Any) -> Any:
+        """Return the copy of an item of one of the lists; None for another object.
+
+        Args:
+            item: The item.
+        """
+        for _, items, copied in self._known.values():
+            found = list(map(operator.is_, items, repeat(item)))  # at the speed of C
+            if True in found:
+                return copied[found.index(True)]
+        return None
+
+    def note(self, container: Any, items: list[Any], copied: list[Any]) -> None:
+        """Note the copies of the first items of a list, if nothing in it can be changed in place but tensors.
+
+        Args:
+            container: The list.
+            items: Its first items.
+            copied: Their copies.
+        """
+        if items and set(map(type, items)) <= _FLAT:
+            self._known[id(container)] = (container, items, copied)
+
+    def move(self, one: Any, other: Any) -> None:
+        """Note that a list has been given the items of another one.
+
+        Args:
+            one: List whose items are noted, if any.
+            other: List that has them.
+        """
+        if id(one) in self._known:
+            _, items, copied = self._known.pop(id(one))
+            self._known[id(other)] = (other, items, copied)
+
+
 class _Copier:
     """Copies nested containers; what occurs twice is copied once.
 
@@ -350,6 +447,9 @@ class _Copier:
         tensors: Function that is applied to tensors.
         others: Function that is applied to objects that are no containers.
         known: Objects with what stands for them, by identity.
+        items: Items of lists with their copies; None = none.
+        noted: Receiver of the copied items of lists, by the copy; None = none.
+        all_items: Whether all items are noted, and not only those whose copies are known.
     """
 
     def __init__(
@@ -357,8 +457,12 @@ class _Copier:
         tensors: Callable[[Tensor], Tensor],
         others: Callable[[Any], Any],
         known: Mapping[int, tuple[Any, Any]],
+        items: _ListItems | None = None,
+        noted: _ListItems | None = None,
+        all_items: bool = False,
     ) -> None:
         self._tensors, self._others = tensors, others
+        self._items, self._noted, self._all_items = items or _ListItems(), noted or _ListItems(), all_items
         self._memo = dict(known)  # with the objects themselves, so that no other gets their identity
 
     def copy(self, value: Any) -> Any:
@@ -384,7 +488,14 @@ class _Copier:
         new = copy(container)
         if isinstance(container, Mapping):
             return fill(new, {key: self.copy(item) for key, item in container.items()})
-        return fill(new, list(map(self.copy, container)))
+        if isinstance(container, set):
+            return fill(new, set(map(self.copy, container)))
+        items = list(container)
+        copied = self._items.copies(container, items)
+        number = None if self._all_items else len(copied)
+        copied = [*copied, *map(self.copy, items[len(copied) :])]
+        self._noted.note(new, copied[:number], items[:number])
+        return fill(new, copied)
 
 
 def _slot(module: nn.Module, path: str, key: str) -> _Slot:

@@ -202,6 +202,7 @@ class StackedFit:
             self._require_alike()
         self.trainer._close()
         self.trainer._finish()
+        self.whole.tell_contents()
         for callback, chain in self._callbacks:
             callback.finish(chain)
         for place, (request, metrics) in enumerate(zip(self.requests, logged, strict=True)):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_sparsefl.federated.local.isolation import tell_contents
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.attributes import AttributeRows, AttributeStates
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
@@ -88,6 +89,11 @@ class StackedModule:
             else:
                 for row, tree in zip(leaf, trees, strict=True):
                     row.copy_(tree[name])
+
+    def tell_contents(self) -> None:
+        """Tell that what clients leave in containers of the module is discarded; see :func:`.tell_contents`."""
+        kind = type(self.module).__name__
+        tell_contents(name.replace("self", kind, 1) for name in self.attributes.states.changed_contents())
 
     def row(self, index: int) -> dict[str, Tensor]:
         """Return views of one client's tensors.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-import sys
-from argparse import Namespace
-from collections import UserDict, UserList, deque
+import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,28 +16,27 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import Dataset, IterableDataset, Sampler
 from torchmetrics import Metric, MetricCollection
 
+from lightning_sparsefl.callbacks.object_states import (
+    GENERATORS,
+    LARGE_TENSOR,
+    Kept,
+    ObjectStates,
+    attributes_of,
+    state_of,
+    version_of,
+)
 from lightning_sparsefl.federated.local.isolation import OF_LIGHTNING, Settings, is_restored
 from lightning_sparsefl.federated.local.metric_attributes import own_attributes
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.logs import ChangesAttribute, NotStackable
-from lightning_sparsefl.sparse.attributes import slots_of
-from lightning_sparsefl.sparse.containers import CONTAINERS, containers_in, content_of, fill, has_content
+from lightning_sparsefl.sparse.containers import CONTAINERS, containers_in, has_content
 
-_FOREIGN = ("torch", "lightning", "numpy", "lightning_sparsefl.federated")
-"""Packages whose objects, such as modules, data and clients, are no part of the state of what holds them."""
-_BASES = (object, Callback, Dataset, IterableDataset, Sampler)
-"""Classes of these packages that users derive classes of objects with a state from."""
-_PLAIN_OBJECTS = (Namespace, SimpleNamespace, UserDict, UserList)
-"""Classes of Python's standard library whose objects have a state of the user."""
 _OF_A_FIT = OF_LIGHTNING | {"trainer", "log", "log_dict", "configure_optimizers"}
 """Attributes of modules that torch, Lightning and a fit set."""
-_LARGE = 2**20
-"""Number of elements from which on a tensor of a module is not copied, so that data in attributes costs nothing."""
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_LEAVES = (Tensor, np.ndarray, *_GENERATORS)
+_LARGEST_TRIED = 2**28
+"""Number of elements from which on a tensor is not copied before a trial, so that there is memory for the copy."""
 _GLOBAL = {
     "random": random.getstate.__self__,  # type: ignore[attr-defined]
     "numpy.random": np.random.get_state.__self__,  # type: ignore[attr-defined]
@@ -55,76 +53,6 @@ class _Change(NamedTuple):
     """Name of the attribute, if it has another value, or another content of its containers."""
 
 
-class States:
-    """The state of objects, which can be compared and restored.
-
-    Objects keep their identity, since others may hold them too, as an algorithm reads the result of a fit from its
-    callbacks. Attributes are covered, and the containers, plain objects, tensors, arrays and random generators in them.
-    """
-
-    largest: float = float("inf")
-    """Number of elements from which on a tensor is not copied, and not restored."""
-
-    def __init__(self) -> None:
-        self._before: dict[int, tuple[Any, Any, str]] = {}
-        """Object, copy of its content, and its name, by identity."""
-        self._versions: dict[int, int] = {}
-
-    def _visit(self, value: Any, name: str) -> None:
-        if isinstance(value, _LEAVES):
-            if id(value) not in self._before:
-                self._before[id(value)] = (value, self._copy(value), name)
-            if isinstance(value, Tensor):
-                self._versions.setdefault(id(value), 0 if value.is_inference() else value._version)
-        elif isinstance(value, tuple):
-            for item in value:
-                self._visit(item, name)
-        elif isinstance(value, CONTAINERS):
-            self._note(value, value, name)
-        elif self._has_state(value):
-            self._note(value, _attributes(value), name)
-
-    def _copy(self, value: Any) -> Any:
-        """Return a copy of a tensor or an array, None for one that is too large, or the state of a generator."""
-        if isinstance(value, Tensor):
-            return None if value.is_inference() or value.numel() >= self.largest else value.detach().clone()
-        if isinstance(value, np.ndarray):
-            return None if value.size >= self.largest else value.copy()
-        return _state_of(value)
-
-    def _has_state(self, value: Any) -> bool:
-        kind: Any = type(value)
-        if isinstance(value, type) or not (hasattr(value, "__dict__") or slots_of(kind)):
-            return False
-        return not _is_foreign(kind)
-
-    def _note(self, owner: Any, content: Any, name: str) -> None:
-        if id(owner) in self._before:
-            return
-        self._before[id(owner)] = (owner, content.copy(), name)
-        if isinstance(content, dict):
-            for key, item in list(content.items()):
-                self._visit(item, f"{name}.{key}" if owner is not content else f"{name}[{key!r}]")
-        else:
-            for item in list(content):
-                self._visit(item, name)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restore the state."""
-        for value, before, _ in self._before.values():
-            if isinstance(value, (Tensor, np.ndarray)):
-                if before is not None and not _is_equal(value, before):  # a tensor that repeats a row is not writable
-                    value[...] = before
-            elif isinstance(value, _GENERATORS):
-                _set_state(value, before)
-            elif isinstance(value, CONTAINERS):
-                if not has_content(value, content_of(before)):
-                    fill(value, before)
-            else:
-                _set_attributes(value, before)
-
-
 class GlobalDraws:
     """Draws from the global random generators of Python and NumPy since this object was made.
 
@@ -137,15 +65,15 @@ class GlobalDraws:
     """
 
     def __init__(self) -> None:
-        self._before = {name: _state_of(generator) for name, generator in _GLOBAL.items()}
+        self._before = {name: state_of(generator) for name, generator in _GLOBAL.items()}
 
     def source(self) -> str | None:
         """Return the name of a generator that numbers were drawn from, or None."""
-        now = {name: _state_of(generator) for name, generator in _GLOBAL.items()}
+        now = {name: state_of(generator) for name, generator in _GLOBAL.items()}
         return next((name for name in now if not _equal_states(now[name], self._before[name])), None)
 
 
-class CallbackStates(States):
+class CallbackStates(ObjectStates):
     """The state of callbacks before a fit.
 
     Args:
@@ -165,10 +93,10 @@ class CallbackStates(States):
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         super().__init__()
         for callback in callbacks:
-            self._note(callback, vars(callback), type(callback).__name__)
+            self._keep(callback, vars(callback), type(callback).__name__, in_data=False)
 
 
-class ModuleStates(States):
+class ModuleStates(ObjectStates):
     """What a module keeps beside its parameters and submodules: attributes of any kind, and its buffers.
 
     Clients of a stack share it, so that a step which changes it has no meaning for several clients at once. The states
@@ -177,6 +105,7 @@ class ModuleStates(States):
     Args:
         module: Module before a fit or an evaluation, which holds its own tensors.
         others: Further objects by name, such as transforms of the data.
+        largest: Number of elements from which on a tensor is not copied, and not restored.
 
     Example:
         >>> from lightning.pytorch import LightningModule
@@ -191,33 +120,37 @@ class ModuleStates(States):
         ({'loss': 0.0}, None)
     """
 
-    largest = _LARGE
-
-    def __init__(self, module: nn.Module, others: Mapping[str, Any] = MappingProxyType({})) -> None:
-        super().__init__()
+    def __init__(
+        self, module: nn.Module, others: Mapping[str, Any] = MappingProxyType({}), largest: float = LARGE_TENSOR
+    ) -> None:
+        super().__init__(largest)
         self.iterators: list[str] = []
         """Names of iterators, such as generators, whose state can neither be compared nor restored."""
         self._members = {id(child) for child in module.modules()}
         self._owners: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]] = []
-        self._modules = list(module.named_modules())
+        # those of a traced or scripted module cannot be assigned
+        modules = module.named_modules()
+        self._modules = [(path, child) for path, child in modules if not isinstance(child, torch.jit.ScriptModule)]
         for path, child in self._modules:
             name = f"self.{path}" if path else "self"
             own = _own(child)
             buffers = _buffers_of(child)
             self._owners.append((name, child, own, buffers))
             for key, value in (*own.items(), *buffers.items()):
-                self._visit(value, f"{name}.{key}")
+                self.visit(value, f"{name}.{key}")
         for name, value in others.items():
-            self._visit(value, name)
+            self.visit(value, name)
         self._draws = GlobalDraws()
 
-    def _visit(self, value: Any, name: str) -> None:
-        if isinstance(value, Iterator) and not self._has_state(value):
+    def visit(self, value: Any, name: str, in_data: bool = False) -> None:
+        """Keep the state of a value; see :meth:`.ObjectStates.visit`."""
+        kind = type(value)
+        if issubclass(kind, Iterator) and kind not in weakref.ProxyTypes and not self._has_state(value):
             self.iterators.append(name)
-        super()._visit(value, name)
+        super().visit(value, name, in_data)
 
     def _has_state(self, value: Any) -> bool:
-        if isinstance(value, nn.Module):  # in a container, such as a metric object in a dict
+        if issubclass(type(value), nn.Module):  # in a container, such as a metric object in a dict
             return id(value) not in self._members
         return super()._has_state(value)
 
@@ -227,11 +160,11 @@ class ModuleStates(States):
             (f"{name}.{key}", value)
             for name, _, own, _ in self._owners
             for key, value in own.items()
-            if isinstance(value, (int, float))
+            if issubclass(type(value), (int, float))
         ]
         return numbers + [
             (name, before)
-            for value, before, name in self._before.values()
+            for value, before, name, *_ in self.kept.values()
             if isinstance(value, (Tensor, np.ndarray)) and not isinstance(value, nn.Parameter)
         ]
 
@@ -239,8 +172,8 @@ class ModuleStates(States):
         """Return what differs from the state before, as a clause of what a step does, or None."""
         return next((change.clause for change in self._changes()), None)
 
-    def _changes(self) -> Iterator[_Change]:
-        """Iterate over the differences from the state before."""
+    def _changes(self, in_data: bool = True) -> Iterator[_Change]:
+        """Iterate over the differences from the state before, also those in a data set in memory, which take longer."""
         for name, child, own, buffers in self._owners:
             now = _own(child) | _buffers_of(child)
             for key in sorted({*now, *own, *buffers}):
@@ -250,8 +183,9 @@ class ModuleStates(States):
                     else:
                         yield _Change(_clause(f"{name}.{key}", now.get(key)), f"{name}.{key}")
         written = {id(buffer) for *_, own in self._owners for buffer in own.values()}
-        for value, before, name in self._before.values():
-            if self._is_same(value, before):
+        for kept in self.kept.values():
+            value, before, name, *_ = kept
+            if self._is_same(kept, in_data):
                 continue
             if id(value) in written:
                 yield _Change(f"writes into the buffer `{name}`")
@@ -259,13 +193,16 @@ class ModuleStates(States):
                 holder = name.partition("[")[0] if isinstance(value, CONTAINERS) else ""
                 yield _Change(_clause(name, value, before), holder)
 
-    def require_same(self) -> None:
+    def require_same(self, in_data: bool = False) -> None:
         """Raise :class:`NotStackable` if anything has changed.
+
+        Args:
+            in_data: Whether to look into containers of ten thousand items as well.
 
         Raises:
             ChangesAttribute: If it is an attribute of which each client can have a value of its own.
         """
-        found = [(change.clause, self._attribute(change.name)) for change in self._changes()]
+        found = [(change.clause, self._attribute(change.name)) for change in self._changes(in_data)]
         clause = next((clause for clause, attribute in found if attribute is None), None)
         if clause is not None:
             raise NotStackable(f"{clause}, which all clients share")
@@ -275,7 +212,7 @@ class ModuleStates(States):
 
     def require_unchanged(self) -> None:
         """Do as :meth:`require_same`, and raise if random numbers of Python or NumPy were drawn, which takes longer."""
-        self.require_same()
+        self.require_same(in_data=True)
         drawn_from = self._draws.source()
         if drawn_from is not None:
             raise NotStackable(f"draws random numbers from `{drawn_from}`, which all clients share")
@@ -289,14 +226,19 @@ class ModuleStates(States):
                 return (path, key) if is_small and is_restored(child, key) else None
         return None
 
-    def _is_same(self, value: Any, before: Any) -> bool:
+    def _is_same(self, kept: Kept, in_data: bool) -> bool:
+        value, before, is_container = kept.value, kept.before, isinstance(kept.value, CONTAINERS)
+        if kept.in_data and not in_data:
+            return not is_container or len(value) == len(before)
         if isinstance(value, Tensor):
-            return value.is_inference() or value._version == self._versions[id(value)]
+            return version_of(value) == kept.version
         if isinstance(value, np.ndarray):
             return before is None or bool(np.array_equal(value, before, equal_nan=value.dtype.kind in "fc"))
-        if isinstance(value, _GENERATORS):
-            return _equal_states(_state_of(value), before)
-        content = value if isinstance(value, CONTAINERS) else _attributes(value)
+        if isinstance(value, GENERATORS):
+            return before is None or _equal_states(state_of(value), before)
+        if is_container and has_content(value, before):
+            return True
+        content = value if is_container else attributes_of(value)
         plain = next((kind for kind in (dict, set) if isinstance(content, kind)), list)
         return _same(plain(content), plain(before))  # a subclass may copy itself as the class
 
@@ -329,9 +271,9 @@ def objects_kept(objects: Iterable[Any]) -> Iterator[None]:
     Args:
         objects: The objects, such as transforms of the data.
     """
-    states = States()
+    states = ObjectStates()
     for each in objects:
-        states._visit(each, "")
+        states.visit(each, "")
     try:
         yield
     finally:
@@ -340,41 +282,16 @@ def objects_kept(objects: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Undo the changes that are made to a module's attributes within the context.
+    """Undo the changes that a trial makes to a module's attributes within the context.
 
     Args:
         module: The module.
     """
-    states = ModuleStates(module)
+    states = ModuleStates(module, largest=_LARGEST_TRIED)
     try:
         yield
     finally:
         states.restore()
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object: its ``__dict__`` itself, or a copy with those that are in slots."""
-    kind: Any = type(value)
-    own, slots = getattr(value, "__dict__", {}), slots_of(kind)
-    return {**own, **{name: getattr(value, name) for name in slots if hasattr(value, name)}} if slots else own
-
-
-def _set_attributes(value: Any, before: Mapping[str, Any]) -> None:
-    """Give an object the attributes that it had."""
-    kind: Any = type(value)
-    slots = slots_of(kind)
-    for name in slots:  # also of a frozen dataclass
-        if name in before:
-            object.__setattr__(value, name, before[name])
-        elif hasattr(value, name):
-            object.__delattr__(value, name)
-    if hasattr(value, "__dict__"):
-        fill(vars(value), {name: own for name, own in before.items() if name not in slots})
-
-
-def _is_equal(value: Any, before: Any) -> bool:
-    """Return whether a tensor or an array has the numbers of another one."""
-    return bool(torch.equal(value, before) if isinstance(value, Tensor) else np.array_equal(value, before))
 
 
 def _clause(name: str, now: Any, before: Any = None) -> str:
@@ -406,24 +323,6 @@ def _own(child: nn.Module) -> dict[str, Any]:
         return own_attributes(child)
     found = {key: value for key, value in vars(child).items() if key not in _OF_A_FIT}
     return found if found.get("_hparams", True) else {key: value for key, value in found.items() if key != "_hparams"}
-
-
-def _state_of(generator: Any) -> Any:
-    """Return the state of a random generator of torch, Python or NumPy."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state(legacy=False)
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
 
 
 def differing_value(ours: Sequence[tuple[str, Any]], theirs: Sequence[tuple[str, Any]]) -> str | None:
@@ -463,10 +362,3 @@ def _same(now: Any, before: Any) -> bool:
     if isinstance(now, (list, tuple, deque)):
         return len(now) == len(before) and all(map(_same, now, before))
     return isinstance(now, (int, float, complex, str, bytes, set, frozenset, torch.dtype)) and bool(now == before)
-
-
-def _is_foreign(kind: type) -> bool:
-    names = [base.__module__ for base in kind.__mro__ if base not in _BASES]
-    if kind not in _PLAIN_OBJECTS and names[0].partition(".")[0] in sys.stdlib_module_names:
-        return True  # such as loggers, functions and modules of Python
-    return any(name == package or name.startswith(f"{package}.") for name in names for package in _FOREIGN)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import collections
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_sparsefl import FedSpa, PerFedAvg, PFedMe
+from lightning_sparsefl import APFL, FedSpa, PerFedAvg, PFedMe
+from lightning_sparsefl.federated.local import isolation
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.attributes import AttributeStates
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
-from tests.federated.local.stacked.test_odd_modules import Plain, check, said_alone
+from tests.federated.local.stacked.test_odd_modules import Plain, check, fit, said_alone
 
 
 class CollectsLosses(Plain):
@@ -246,6 +248,39 @@ class LeavesItsLosses(CollectsLosses):
         pass
 
 
+class WritesInPlace(Plain):
+    """Smooths its outputs in place, in a tensor of its own and in one within a list."""
+
+    def on_train_start(self):
+        self.sums, self.kept = torch.zeros(4), [torch.zeros(())]
+
+    def training_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        self.sums += logits.detach().mean(0)
+        self.kept[0].mul_(0.5).add_(self.sums.norm())
+        self.log("kept", self.kept[0])
+        return F.cross_entropy(logits + 0.1 * self.sums, batch[1]) * (1 + 0.1 * self.kept[0])
+
+
+class MovesItems(Plain):
+    """Has one tensor in several places, and takes items from both ends of lists that go on."""
+
+    def on_train_start(self):
+        self.losses, self.window, self.best = [], collections.deque(maxlen=3), None
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.losses.append(loss.detach())
+        self.window.append(self.losses[-1])
+        self.best = self.losses[0]
+        if len(self.losses) % 4 == 0:
+            del self.losses[0]
+            self.losses.insert(1, self.best)
+        self.losses[-1].mul_(1.5)
+        self.log("best", self.best)
+        return loss * (1 + 0.01 * torch.stack(self.losses).mean() + 0.02 * sum(self.window) + 0.01 * self.best)
+
+
 class BeginsLater(CollectsLosses):
     """Changes an attribute for the first time in the second epoch."""
 
@@ -290,7 +325,7 @@ class CollectsScores(Plain):
 
 
 QUICK = [CollectsLosses, CollectsByKey, SmoothsItsLoss, CountsItsSteps, StaysNearItsStart, KeepsFeatures, AddsInPlace]
-QUICK += [BeginsLater, CollectsScores, SharesAnInnerList, KeepsTheOrder]
+QUICK += [BeginsLater, CollectsScores, SharesAnInnerList, KeepsTheOrder, MovesItems]
 SLOW = [CollectsInNewLists, CountsInADict, KeepsAttention, SharesAList, KeepsTheNewest, RemovesAnAttribute]
 SLOW += [LeavesItsLosses, KeepsInASequential]
 
@@ -302,8 +337,13 @@ def test_each_client_has_values_of_its_own(kind, tmp_path):
     assert not said_alone(said)
 
 
-@pytest.mark.parametrize("kind", [SmoothsItsLoss, pytest.param(CollectsLosses, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("algorithm", [PerFedAvg(), PFedMe(lam=2.0), FedSpa()], ids=lambda each: type(each).__name__)
+OTHERS = [SmoothsItsLoss, CollectsLosses, MovesItems]
+PASSES = [PFedMe(lam=2.0), PerFedAvg(), FedSpa(), APFL()]
+
+
+@pytest.mark.slow_after_first("algorithm")
+@pytest.mark.parametrize("kind", [WritesInPlace, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)])
+@pytest.mark.parametrize("algorithm", PASSES, ids=lambda each: type(each).__name__)
 def test_further_passes_leave_no_values(kind, algorithm, tmp_path):
     sizes, said = check(kind, tmp_path, algorithm=algorithm)
     assert sizes == [4, 4]
@@ -417,6 +457,90 @@ def test_callbacks_that_see_one_client_prevent_values_of_each(tmp_path):
     sizes, said = check(CountsItsSteps, tmp_path, client_callbacks=[Looks()])
     assert sizes == []
     assert any("changes the number `self.seen`" in each for each in said)
+
+
+@pytest.mark.parametrize("kind", [LeavesItsLosses, CollectsScores, CollectsLosses])
+def test_what_clients_leave_in_containers_is_said_as_without_stacks(kind, tmp_path, monkeypatch):
+    said = {"fast": set(), "stacked": set()}
+    for engine, texts in said.items():
+        monkeypatch.setattr(isolation._messages, "info", texts.add)
+        fit(kind(), engine, tmp_path / engine)
+    assert said["fast"] == said["stacked"]
+    assert len(said["fast"]) == (kind is LeavesItsLosses)
+
+
+class HasAVocabulary(CollectsLosses):
+    def __init__(self):
+        super().__init__()
+        self.numbers = {f"word {number}": number for number in range(20_000)}
+        self.samples = [(torch.zeros(1), number, []) for number in range(12_000)]
+        self.late = 0
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 2:
+            self.change()
+        return super().training_step(batch, batch_idx)
+
+    def change(self):
+        pass
+
+
+class ChangesAWord(HasAVocabulary):
+    def change(self):
+        self.numbers["word 7"] = len(self.outputs)
+
+
+class ChangesASample(HasAVocabulary):
+    def change(self):
+        self.samples[5][2].append(len(self.outputs))
+
+
+@pytest.mark.parametrize("kind", [HasAVocabulary, ChangesAWord, ChangesASample])
+def test_data_in_memory_is_compared_at_the_end_of_a_fit(kind, tmp_path):
+    sizes, said = check(kind, tmp_path)
+    assert (sizes == [4, 4]) == (not said_alone(said)) == (kind is HasAVocabulary)
+
+
+class WritesIntoABank(Plain):
+    """Writes into a tensor or an array that is larger than what is kept of each fit."""
+
+    def __init__(self):
+        super().__init__()
+        self.bank, self.counts = torch.zeros(2**20), np.zeros(2**20)
+
+    def training_step(self, batch, batch_idx):
+        self.bank[:2] += 1
+        self.counts[:3] += 1
+        self.log("written", self.bank[0] + float(self.counts[0]))
+        return self.loss(batch)
+
+
+def seeded(kind):
+    torch.manual_seed(1)
+    return kind()
+
+
+@pytest.mark.parametrize("engine", ["stacked", "auto"])
+def test_a_trial_leaves_no_writes(engine, tmp_path):
+    (alone, tables, *_), (ours, own_tables, sizes, _) = [
+        fit(seeded(WritesIntoABank), name, tmp_path / name) for name in ("fast", engine)
+    ]
+    assert all(torch.equal(ours[name], tensor) for name, tensor in alone.items())
+    assert own_tables == tables
+    assert sizes == []
+
+
+def test_a_list_that_grows_is_not_copied_tensor_by_tensor(monkeypatch):
+    """What is wrapped is counted: what a step adds, and not again what was there."""
+    module, states = states_of([])
+    rows, wrap, wrapped = states.part(0, 3), functorch.wrap, []
+    monkeypatch.setattr(functorch, "wrap", lambda *args: (wrapped.append(1), wrap(*args))[1])
+    for number in range(20):
+        with functorch.vmap_level(3) as level, rows.shown(level):
+            assert len(module.value) == number
+            module.value.append(wrap(torch.full((3,), float(number)), 0, level))
+    assert len(wrapped) == 19
+    assert [row.tolist() for row in states.values(0, 3)[1]] == [[number] * 3 for number in range(20)]
 
 
 def states_of(value, size=3):

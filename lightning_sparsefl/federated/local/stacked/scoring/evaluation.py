@@ -177,6 +177,7 @@ class StackedEvaluation:
         require_same_settings(settings)
         trainer._close()
         trainer._finish()
+        self.whole.tell_contents()
         for request, result in zip(self.requests, results, strict=True):
             request.result = result
         isolate_metrics(self.module)

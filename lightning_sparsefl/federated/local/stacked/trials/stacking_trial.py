@@ -67,6 +67,8 @@ def _reason_of_contents(module: LightningModule) -> str | None:
     for name, child in module.named_modules():
         if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.momentum is None:
             return f"`{name}` averages over all batches (`momentum=None`)"
+        if isinstance(child, torch.jit.ScriptModule):
+            return f"`{name}` is a traced or scripted module"
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return f"the parameter `{name}` has a hook for its gradient"

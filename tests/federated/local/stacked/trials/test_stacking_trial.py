@@ -236,7 +236,14 @@ class Sgd(SGD):
     """A user's optimizer."""
 
 
+class Scripted(Net):
+    def __init__(self):
+        super().__init__()
+        self.net[0] = torch.jit.script(self.net[0])
+
+
 MODULES = {
+    "scripted": (Scripted, "`net.0` is a traced or scripted module"),
     "hook": (Hooked, "`Hooked` overrides `on_before_backward`"),
     "manual": (Manual, "`Manual` optimizes manually"),
     "averages": (Averaging, "`net.1` averages over all batches"),
@@ -253,6 +260,7 @@ MODULES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:FLOPs are not counted")
 @pytest.mark.parametrize("case", MODULES)
 def test_a_module_that_cannot_be_stacked_is_named(case, tmp_path, stacked):
     make, words = MODULES[case]
