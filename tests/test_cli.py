@@ -148,6 +148,7 @@ def test_a_callback_whose_default_is_a_member_of_an_enum(sparsefl, tmp_path):
     assert yaml.safe_load(saved.read_text())["trainer"]["callbacks"][0]["init_args"]["interval"] == "step"
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("engine", ["auto", "stacked"])
 def test_an_optimizer_of_the_command_line_trains_stacks(engine, sparsefl, tmp_path):
     """Also those of a module without one of its own; a run that goes on with another one says so."""

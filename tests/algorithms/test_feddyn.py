@@ -12,6 +12,7 @@ from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.types import Merged, Message
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("worker", [Exact, Descent])
 def test_two_quadratics_end_at_the_minimum_of_their_mean(worker):
     workers = [worker(curve, 300, 0.1) for curve in CURVES]

@@ -58,6 +58,7 @@ def test_quiet_may_stand_before_the_subcommand(sparsefl):
     assert sparsefl("--quiet", "profile", "--config", QUICKSTART) == (0, "", "")
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("option", ["--quiet", "--trainer.quiet=true"])
 def test_a_quiet_program_does_not_print_its_seed(option, tmp_path):
     """In a process of its own, in which Lightning is imported, and sets up its loggers, by the command."""

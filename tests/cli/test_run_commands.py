@@ -85,6 +85,7 @@ def test_an_environment_variable_does_not_start_them(sparsefl, monkeypatch):
     assert "`sparsefl compare` has no configuration and no environment variables" in err
 
 
+@pytest.mark.slow_after_first("command")
 @pytest.mark.parametrize("command", ["compare", "report"])
 @pytest.mark.parametrize("name", ["SPARSEFL_COMPARE__METRIC", "SPARSEFL_TRAINER__MAX_ROUNDS"])
 def test_a_variable_that_names_no_option(name, command, runs, sparsefl, monkeypatch):

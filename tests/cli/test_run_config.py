@@ -62,6 +62,7 @@ def test_the_configuration_can_be_sent_on(tmp_path):
     assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"rate": 0.5}
 
 
+@pytest.mark.slow
 def test_the_configuration_is_written_by_a_spawned_process(sparsefl, run, tmp_path):
     options = ["--trainer.devices=2", "--trainer.strategy=client_parallel_spawn", "--trainer.max_rounds=1"]
     code, _, err = sparsefl("fit", "--config", QUICKSTART, *SHORT, *options)

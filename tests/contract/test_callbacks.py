@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.optim import Adam
 
+from helpers.slow import first_then_slow
 from lightning_sparsefl import callbacks
 from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.sparse.density import erk, kept_counts, uniform
@@ -226,7 +227,7 @@ def test_trains_in_a_client_as_in_a_trainer_and_density_is_as_promised(case, rec
 
 @pytest.mark.slow_after_first("recipe")
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", first_then_slow(CASES, by=lambda case: CASES[case][0]))
 def test_is_the_same_after_a_resume(case, recipe, tmp_path):
     optimizer, options = RECIPES[recipe]
     checks.is_the_same_after_a_resume(made(case), SmallFit(tmp_path, partial(Net, optimizer), options))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch import Callback
 
-from helpers.algorithms import ALGORITHMS, VARIANTS, every_exported
+from helpers.algorithms import ALGORITHMS, VARIANTS, every_exported, slow_but_quick
 from helpers.networks import module_for
 from lightning_sparsefl import FedDST, FedLPS, Hermes, LotteryFL, PruneTrain, algorithms
 from lightning_sparsefl.federated import FederatedAlgorithm
@@ -64,7 +64,7 @@ def several_fits(algorithm):
 
 @pytest.mark.parametrize(
     "algorithm",
-    [*VARIANTS[: len(ALGORITHMS)], *filter(several_fits, VARIANTS[len(ALGORITHMS) :])],
+    slow_but_quick([*VARIANTS[: len(ALGORITHMS)], *filter(several_fits, VARIANTS[len(ALGORITHMS) :])]),
     ids=repr,
 )
 def test_passes_the_callbacks_of_a_subclass_to_every_fit(algorithm, federation, monkeypatch):

@@ -47,6 +47,7 @@ def test_a_sampler_keeps_its_promises(variant):
         check()
 
 
+@pytest.mark.slow_after_first("variant")
 @pytest.mark.parametrize("variant", PARTITIONS)
 @pytest.mark.parametrize("num_clients", [1, 10])
 def test_a_partition_keeps_its_promises(variant, num_clients):

@@ -356,6 +356,7 @@ def test_keys_that_some_clients_do_not_log(tmp_path, sizes):
     assert max(sizes) == 5
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize(
     ("model", "words"),
     [

@@ -389,6 +389,7 @@ def together():
         yield sizes
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
 def test_clients_that_have_taken_different_numbers_of_steps_step_together(optimizer, tmp_path, together):
     compare(tmp_path, seeded(OPTIMIZERS[optimizer], norm="none", smooth=True), epochs=3)
@@ -474,6 +475,7 @@ def test_clients_that_a_cache_does_not_hold_together_have_the_same_bits(algorith
     assert 6 in stacks
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("pattern", ["learned", "magnitude", "ordered", "random", "rolling"])
 def test_a_callback_that_chooses_units_has_its_state_after_a_stack(pattern, tmp_path, stacks):
     found = {}
@@ -545,6 +547,7 @@ class WritesWeights(Pictures):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize(
     "algorithm", [FedSpa(density=0.5), FedLPS(ratio="capacity", pattern="magnitude")], ids=["FedSpa", "FedLPS"]
 )
@@ -567,6 +570,7 @@ def test_a_first_group_without_gradients_does_not_count(algorithm, tmp_path, sta
     assert stacks
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_frozen_weights_that_all_clients_share_are_stored_once(norm, tmp_path, stacks):
     """FedRep trains heads above the server's body, and then bodies below the clients' own heads."""
@@ -680,6 +684,7 @@ def test_callbacks_of_the_user_act_on_the_rows_of_their_clients(name, tmp_path, 
     assert repeated
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("name", ["dynamic mask", "global pruning"])
 def test_masks_hold_frozen_entries_that_another_callback_restores(name, tmp_path, stacks):
     weight = Pictures(norm="none", smooth=True).net[9].weight
@@ -689,6 +694,7 @@ def test_masks_hold_frozen_entries_that_another_callback_restores(name, tmp_path
     assert stacks
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("algorithm", [FedAvg(), PerFedMask()], ids=lambda algorithm: type(algorithm).__name__)
 def test_layers_that_the_user_freezes_stay(algorithm, tmp_path, stacks):
     """As a whole and in part, alone and beside those that the method freezes."""
@@ -767,6 +773,7 @@ class Divided(Pictures):
         self.net[4] = nn.Conv2d(8, 8, 3, bias=False)
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize(
     ("algorithm", "most"), [(FD(keep=0.5), 2), (HeteroFL(rates=(0.5, 1.0)), 4)], ids=["other units", "the same units"]
 )

@@ -74,13 +74,12 @@ VARIANTS = [
     algorithms.PruneFL(criterion="cubic", first="snip", density=0.6, initial_density=0.8, reconfigure_every=2),
 ]
 
-QUICK = frozenset(
-    ("FedAvg", "FedSpa", "FedDIP", "PerFedMask", "FedLPS", "SplitMix", "SCAFFOLD", "FedPer", "SubFedAvg", "SpaFL")
-)
-"""Methods whose contracts are part of a plain `pytest`, one for each kind of client work; the others' are slow."""
+QUICK = frozenset(("FedSpa", "FedDIP", "PerFedMask", "FedLPS", "SplitMix", "SCAFFOLD"))
+"""Methods whose contracts are part of a plain `pytest`: those the package is named for, one that fits several networks,
+and one whose clients keep a memory; the others' are slow."""
 
 
-def _slow_but_quick(algorithms: Iterable[Any]) -> list[Any]:
+def slow_but_quick(algorithms: Iterable[Any]) -> list[Any]:
     """Mark what is slow: all but the first variant of each method, and all methods that are not in `QUICK`."""
     firsts = {id(value) for value in first_then_slow(algorithms, by=type) if not hasattr(value, "marks")}
     return [
@@ -95,9 +94,9 @@ def _named(algorithms: Iterable[Any]) -> Any:
 
 every_exported = _named(VARIANTS[: len(ALGORITHMS)])
 """Parametrise a quick test by all exported algorithms, at their defaults but for those of `NARROW`."""
-every_algorithm = _named(_slow_but_quick(VARIANTS[: len(ALGORITHMS)]))
+every_algorithm = _named(slow_but_quick(VARIANTS[: len(ALGORITHMS)]))
 """The same for a test that trains; methods outside `QUICK` are slow."""
 each_kind = _named([each for each in VARIANTS[: len(ALGORITHMS)] if type(each).__name__ in QUICK])
 """Parametrise a test by one method for each kind of client work."""
-every_variant = pytest.mark.parametrize("algorithm", _slow_but_quick(VARIANTS), ids=repr)
+every_variant = pytest.mark.parametrize("algorithm", slow_but_quick(VARIANTS), ids=repr)
 """Parametrise a test that trains by all variants; all but the first of each method in `QUICK` are slow."""

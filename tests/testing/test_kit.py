@@ -138,6 +138,7 @@ def test_a_module_may_log_further_metrics(tmp_path):
     algorithm_checks.exports_what_it_scored(broken.Sound(), small)
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("partition", [IID(), ByGroup("x")], ids=repr)
 def test_a_sound_partition_passes(partition):
     assert check_partition(partition) == tuple(name for name, _ in checks(IID()))

@@ -110,6 +110,7 @@ OPTIONS = {
 """Options of the federation in some of the cases."""
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("name", CASES)
 def test_a_profile_says_what_a_run_is_charged(name: str, tmp_path, capsys):
     algorithm, data = CASES[name], digits(batch_size=64)

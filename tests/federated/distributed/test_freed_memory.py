@@ -44,6 +44,7 @@ print(json.dumps(found))
 glibc = pytest.mark.skipif(freed_memory._glibc() is None, reason="needs glibc")
 
 
+@pytest.mark.slow
 @glibc
 def test_freed_memory_is_kept_inside_and_returned_afterwards():
     environment = {name: value for name, value in os.environ.items() if name not in freed_memory._OF_THE_USER}

@@ -261,6 +261,7 @@ def test_a_run_that_ended_keeps_its_table_and_prints_it_again(ckpt_path, tmp_pat
     assert final_table(capsys) == printed
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_copy_without_rounds_left_is_committed_in_its_new_folder(devices, tmp_path):
     folder = fit(tmp_path, rounds=2, callbacks=[ModelCheckpoint(save_top_k=-1)])

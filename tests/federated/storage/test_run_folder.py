@@ -259,6 +259,7 @@ def refusal(folder):
     return process.stdout
 
 
+@pytest.mark.slow
 def test_a_folder_stays_locked_when_its_process_copies_it_and_forks(tmp_path):
     folder, lock = tmp_path / "run", FolderLock(tmp_path / "run")
     folder.mkdir()

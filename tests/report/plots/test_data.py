@@ -86,6 +86,7 @@ def test_the_distribution_has_the_clients_of_all_runs(report, folders):
         assert boxes.worst_tenths[group] == pytest.approx(report.summary.groups[group]["personal_worst10_val_acc"].mean)
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize("diverged", [1, None], ids=["one client", "all clients"])
 def test_scores_of_clients_that_are_not_finite_are_no_earlier_ones(diverged, tmp_path):
     folder = write_run(tmp_path / "run")

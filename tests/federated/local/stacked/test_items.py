@@ -317,6 +317,7 @@ class Global(Items):
         return {"x": x + random.random(), "extra": {"y": y, "pair": (x, y)}}
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize(
     ("items", "options", "reason"),
     [
@@ -435,6 +436,7 @@ class Altering(Net):
         return F.cross_entropy(self(x), y)
 
 
+@pytest.mark.slow_after_first("kind")
 @pytest.mark.parametrize("kind", ["writes", "replaces", "takes out"])
 @pytest.mark.parametrize(
     "algorithm", [APFL(), PFedMe(lam=5.0), PerFedAvg(order="hessian"), FjORD(distill=True)], ids=repr

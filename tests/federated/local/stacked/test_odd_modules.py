@@ -1295,15 +1295,21 @@ def test_numbers_of_another_client_are_not_read(function, error, words):
         whole.call(lambda batch, level: function(net, batch), labels)
 
 
-@pytest.mark.parametrize("kind", STACKED.values(), ids=list(STACKED))
-def test_a_stack_ends_where_its_clients_end_alone(kind, tmp_path):
-    sizes, said = check(kind, tmp_path)
+def some_quick(names):
+    """Return names of modules, of which two thirds are marked slow: there are a hundred, and each takes a second."""
+    return [name if place % 3 == 0 else pytest.param(name, marks=pytest.mark.slow) for place, name in enumerate(names)]
+
+
+@pytest.mark.parametrize("name", some_quick(STACKED))
+def test_a_stack_ends_where_its_clients_end_alone(name, tmp_path):
+    sizes, said = check(STACKED[name], tmp_path)
     assert sizes
     assert not [text for text in said if "one after another" in text]
 
 
-@pytest.mark.parametrize(("kind", "words"), ALONE.values(), ids=list(ALONE))
-def test_what_clients_cannot_share_is_named_and_they_train_alone(kind, words, tmp_path):
+@pytest.mark.parametrize("name", some_quick(ALONE))
+def test_what_clients_cannot_share_is_named_and_they_train_alone(name, tmp_path):
+    kind, words = ALONE[name]
     sizes, said = check(kind, tmp_path)
     assert not sizes
     assert any("clients train one after another" in text.lower() and words in text for text in said), said

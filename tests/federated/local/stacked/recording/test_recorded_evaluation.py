@@ -118,6 +118,7 @@ def compare(folder, make, repeated, **options):
     return called
 
 
+@pytest.mark.slow_after_first("captures")
 @pytest.mark.parametrize("algorithm", [FedAvg(), FedPer(own=("net.3",)), Local()], ids=["shared", "heads", "own"])
 def test_recordings_change_no_score(algorithm, tmp_path, repeated):
     scores = compare(tmp_path, Net, repeated, algorithm=algorithm)
@@ -146,6 +147,7 @@ class WritesIntoItsBatch(Net):
         super().test_step(batch, batch_idx)
 
 
+@pytest.mark.slow_after_first("captures")
 @pytest.mark.parametrize("kind", [WithNorm, Double, WritesIntoItsBatch], ids=lambda kind: kind.__name__)
 def test_recordings_of_other_modules_change_no_score(kind, tmp_path, repeated):
     compare(tmp_path, kind, repeated, algorithm=Local())
@@ -175,12 +177,14 @@ class ByBuffer(Net):
         self.log("loss", F.cross_entropy(self.net(batch[0]), batch[1]) * self.prior.tolist()[0])
 
 
+@pytest.mark.slow_after_first("captures")
 @pytest.mark.parametrize("kind", [ByNumber, ByRound, ByBuffer], ids=lambda kind: kind.__name__)
 def test_a_step_that_depends_on_more_than_batch_and_weights_is_called(kind, tmp_path, repeated):
     compare(tmp_path, kind, repeated)
     assert not repeated
 
 
+@pytest.mark.slow_after_first("captures")
 def test_another_option_of_a_metric_begins_new_recordings(tmp_path, repeated):
     """As if somebody had changed the metric object between two evaluations."""
     evaluations, before = [], Scorer._evaluate

@@ -178,20 +178,23 @@ MODULES = [
 ]
 
 
+@pytest.mark.slow_after_first("captures", "partition")
 @pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("partition", [IID(), Dirichlet(alpha=0.5)], ids=["even", "uneven"])
+@pytest.mark.parametrize("partition", [Dirichlet(alpha=0.5), IID()], ids=["uneven", "even"])
 def test_recordings_change_no_byte(kind, partition, tmp_path, repeated, captures):
     assert compare(tmp_path, kind, repeated, partition=partition) > 20
     copies_from_the_cpu = kind is WithBuffers and DEVICE.type == "cuda"  # which no graph does
     assert (captures and not copies_from_the_cpu) == (CapturedOperations in repeated)
 
 
+@pytest.mark.slow_after_first("captures")
 @pytest.mark.parametrize("algorithm", [FedProx(mu=0.1), FedRep(own=("net.3",))], ids=["FedProx", "FedRep"])
 def test_recordings_change_no_byte_beside_callbacks_and_frozen_layers(algorithm, tmp_path, repeated):
     options = {"gradient_clip_val": 0.5, "partition": Dirichlet(alpha=0.5)}
     assert compare(tmp_path, Net, repeated, algorithm, **options) > 20
 
 
+@pytest.mark.slow_after_first("captures")
 @every_variant
 def test_recordings_change_no_byte_of_any_method(algorithm, federation, repeated):
     found = []
@@ -318,6 +321,7 @@ UNSUITABLE = [
 ]
 
 
+@pytest.mark.slow_after_first("captures")
 @pytest.mark.parametrize("kind", UNSUITABLE, ids=lambda kind: kind.__name__)
 def test_a_step_that_depends_on_more_than_batch_and_weights_is_called(kind, tmp_path, repeated):
     assert compare(tmp_path, kind, repeated) == 0
