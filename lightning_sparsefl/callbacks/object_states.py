@@ -7,7 +7,7 @@ import sys
 import weakref
 from argparse import Namespace
 from collections import UserDict, UserList
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from lightning_sparsefl.sparse.attributes import slots_of
-from lightning_sparsefl.sparse.containers import CONTAINERS, LARGE, fill, has_content
+from lightning_sparsefl.sparse.containers import CONTAINERS, LARGE, content_of, fill, has_content
 
 _FOREIGN = ("torch", "lightning", "numpy", "lightning_sparsefl.federated")
 """Packages whose objects, such as modules, data and clients, are no part of the state of what holds them."""
@@ -52,11 +53,12 @@ class ObjectStates:
 
     Objects keep their identity, since others may hold them too, as an algorithm reads the result of a fit from its
     callbacks. Attributes are covered, and the containers, plain objects, tensors, arrays and random generators in them.
-    Of what is in a container of ten thousand items, no tensors are, so that a data set in memory is not copied.
 
     Args:
         largest: Number of elements from which on a tensor is not copied, and not restored.
-        in_data: Whether to keep containers and objects that are in containers of ten thousand items.
+        copies_data: Whether to copy the tensors in containers of ten thousand items, as before a single trial.
+        most: Number of items, with those in inner containers, from which on a value is data, of which only the
+            outermost container is kept; an item that is no number or string counts ten times. None = no value is.
 
     Example:
         >>> held = {"sum": torch.zeros(2), "seen": [1]}
@@ -69,41 +71,68 @@ class ObjectStates:
         {'sum': tensor([0., 0.]), 'seen': [1]}
     """
 
-    def __init__(self, largest: float = float("inf"), in_data: bool = True) -> None:
-        self._largest, self._in_data = largest, in_data
+    def __init__(self, largest: float = float("inf"), copies_data: bool = False, most: int | None = None) -> None:
+        self._largest, self._copies_data, self._most = largest, copies_data, most
         self.kept: dict[int, Kept] = {}
         """By identity."""
 
-    def visit(self, value: Any, name: str, in_data: bool = False) -> None:
+    def visit(self, value: Any, name: str) -> None:
         """Keep the state of a value, and of what is in it.
 
         Args:
             value: Value of any kind.
             name: Name of the value.
-            in_data: Whether it is in a container of ten thousand items.
         """
-        kind: Any = type(value)  # and not `isinstance`, which asks what a weak reference refers to
-        if kind in PLAIN:
-            return
-        if issubclass(kind, _LEAVES):
-            if id(value) not in self.kept:
-                before = None if in_data else self._copy(value)
-                self.kept[id(value)] = Kept(value, before, name, version_of(value), in_data)
-        elif issubclass(kind, tuple):
-            for item in value:
-                self.visit(item, name, in_data)
-        elif issubclass(kind, CONTAINERS):
-            self._keep(value, value, name, in_data)
-        elif self._has_state(value):
-            self._keep(value, attributes_of(value), name, in_data)
+        found = dict[int, tuple[Any, str, bool]]()
+        size, elements, waiting = 0, 0, [(value, name, False)]
+        for each, own_name, in_data in waiting:  # which grows
+            kind: Any = type(each)  # and not `isinstance`, which asks what a weak reference refers to
+            if kind in PLAIN or id(each) in self.kept or id(each) in found:
+                continue
+            content: Any = ()
+            if issubclass(kind, _LEAVES):
+                elements += _elements(each)
+            elif issubclass(kind, (tuple, *CONTAINERS)):
+                content = each
+            elif self._has_state(each):
+                content = attributes_of(each)
+            else:
+                continue
+            items = content.values() if isinstance(content, dict) else content
+            has_plain_items = set(map(type, items)) <= PLAIN  # as a vocabulary; at the speed of C
+            size += len(items) if has_plain_items else len(items) * _ITEMS_OF_VALUE
+            if not issubclass(kind, tuple):
+                in_data = in_data or (content is each and len(content) >= LARGE)
+                found[id(each)] = (each, own_name, in_data)
+            if self._most is not None and (size >= self._most or elements >= self._largest):
+                found = {key: kept for key, kept in found.items() if key == id(value)}
+                break
+            if not has_plain_items:
+                waiting += [(*item, in_data) for item in _items(content, own_name, of_object=content is not each)]
+        for each, own_name, in_data in found.values():
+            self.keep(each, own_name, in_data)
+
+    def keep(self, value: Any, name: str, in_data: bool = False) -> None:
+        """Keep the state of an object, but not that of what is in it.
+
+        Args:
+            value: Tensor, array, generator, container or object with attributes.
+            name: Name of the value.
+            in_data: Whether it is a container of ten thousand items, or in one.
+        """
+        if not isinstance(value, _LEAVES):
+            before = content_of(value if isinstance(value, CONTAINERS) else attributes_of(value))
+        else:
+            before = None if in_data and not self._copies_data else self._copy(value)
+        self.kept[id(value)] = Kept(value, before, name, version_of(value), in_data)
 
     def _copy(self, value: Any) -> Any:
-        """Return a copy of a tensor or an array, None for one that is too large, or the state of a generator."""
+        """Return a copy of a tensor or an array, or the state of a generator; None for what cannot be restored."""
         if isinstance(value, Tensor):
-            return None if value.is_inference() or value.numel() >= self._largest else value.detach().clone()
+            return value.detach().clone() if _is_plain(value) and value.numel() < self._largest else None
         if isinstance(value, np.ndarray):
-            return None if value.size >= self._largest else value.copy()
-        return state_of(value)
+            return value.copy() if value.flags.writeable and value.size < self._largest else None
+        return None if isinstance(value, random.SystemRandom) else state_of(value)
 
     def _has_state(self, value: Any) -> bool:
         kind: Any = type(value)
@@ -111,29 +140,16 @@ class ObjectStates:
             return False
         return not _is_foreign(kind)
 
-    def _keep(self, owner: Any, content: Any, name: str, in_data: bool) -> None:
-        if id(owner) in self.kept:
-            return
-        in_data = in_data or len(content) >= LARGE
-        self.kept[id(owner)] = Kept(owner, content.copy(), name, in_data=in_data)
-        items: Iterable[Any] = content.values() if isinstance(content, dict) else content
-        if (in_data and not self._in_data) or set(map(type, items)) <= PLAIN:  # a vocabulary, at the speed of C
-            return
-        if in_data or not isinstance(content, dict):
-            for item in list(items):
-                self.visit(item, name, in_data)
-            return
-        for key, item in list(content.items()):
-            self.visit(item, f"{name}.{key}" if owner is not content else f"{name}[{key!r}]")
-
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the state."""
         for value, before, *_ in self.kept.values():
             if before is None:
                 continue
-            if isinstance(value, (Tensor, np.ndarray)):
-                if not _is_equal(value, before):  # a tensor that repeats a row is not writable
+            if isinstance(value, Tensor):
+                _restore_tensor(value, before)
+            elif isinstance(value, np.ndarray):
+                if value.shape == before.shape:
                     value[...] = before
             elif isinstance(value, GENERATORS):
                 set_state(value, before)
@@ -141,6 +157,42 @@ class ObjectStates:
                 _set_attributes(value, before)
             elif not has_content(value, before):
                 fill(value, before)
+
+
+_ITEMS_OF_VALUE = 10
+"""Number of plain items of a container that count as one that may have a state, such as a tensor."""
+
+
+def _items(content: Any, name: str, of_object: bool = False) -> list[tuple[Any, str]]:
+    """Return what is in a container or among the attributes of an object, with names."""
+    if not isinstance(content, dict):
+        return [(item, name) for item in content]
+    if len(content) >= LARGE:
+        return [(item, name) for item in content.values()]
+    return [(item, f"{name}.{key}" if of_object else f"{name}[{key!r}]") for key, item in content.items()]
+
+
+def _elements(value: Any) -> int:
+    """Return the number of elements of a tensor or an array that can be copied."""
+    if isinstance(value, Tensor):
+        return value.numel() if _is_plain(value) else 0
+    return value.size if isinstance(value, np.ndarray) else 0
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor has numbers in a memory of its own that can be compared and written."""
+    if is_lazy(tensor) or tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
+        return False
+    repeats = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return not (repeats or tensor.is_inference() or tensor.is_mkldnn)
+
+
+def _restore_tensor(value: Tensor, before: Tensor) -> None:
+    """Give a tensor the numbers that it had, unless it has them, since a write would invalidate graphs."""
+    if value.shape != before.shape:
+        value.data = before
+    elif not torch.equal(value, before) and not torch.allclose(value, before, 0, 0, equal_nan=True):
+        value.copy_(before)
 
 
 def version_of(value: Any) -> int:
@@ -153,7 +205,8 @@ def version_of(value: Any) -> int:
         >>> version_of(torch.zeros(2).add_(1)), version_of("text")
         (1, 0)
     """
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+    counts = isinstance(value, Tensor) and not is_lazy(value) and not value.is_inference()
+    return value._version if counts else 0
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
@@ -182,11 +235,6 @@ def _set_attributes(value: Any, before: Mapping[str, Any]) -> None:
             object.__delattr__(value, name)
     if hasattr(value, "__dict__"):
         fill(vars(value), {name: own for name, own in before.items() if name not in slots})
-
-
-def _is_equal(value: Any, before: Any) -> bool:
-    """Return whether a tensor or an array has the numbers of another one."""
-    return bool(torch.equal(value, before) if isinstance(value, Tensor) else np.array_equal(value, before))
 
 
 def state_of(generator: Any) -> Any:

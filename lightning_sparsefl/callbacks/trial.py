@@ -20,7 +20,7 @@ from torchmetrics import Metric
 from lightning_sparsefl.callbacks.object_states import LARGE_TENSOR, ObjectStates
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.attributes import slots_of
-from lightning_sparsefl.sparse.containers import ContainerStates, fill
+from lightning_sparsefl.sparse.containers import LARGE, ContainerStates, fill
 from lightning_sparsefl.sparse.modes import random_restored
 
 _OF_MODULES = frozenset(vars(LightningModule()))
@@ -127,7 +127,7 @@ def trial(module: LightningModule) -> Iterator[None]:
     """
     children = list(module.modules())
     attributes = [(child, type(child), dict(vars(child)), ContainerStates()) for child in children]
-    held = ObjectStates(LARGE_TENSOR, in_data=False)
+    held = ObjectStates(LARGE_TENSOR, most=LARGE)
     for child, _, own, containers in attributes:
         for name, value in own.items():
             if name in _OF_MODULES or isinstance(child, Metric):

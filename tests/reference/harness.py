@@ -53,6 +53,14 @@ class ClientData(L.LightningDataModule):
 class Notes(UserList):
     """Shared with a narrow copy of the module, and no list, whose content would be restored after each client."""
 
+    def __init__(self):
+        super().__init__()
+        self.also = [].append  # the notes of further passes, after which those above are restored
+
+    def append(self, item):
+        super().append(item)
+        self.also(item)
+
     def __deepcopy__(self, memo):
         return self
 
@@ -108,7 +116,9 @@ class Round(NamedTuple):
     masks: dict
     """By client number: the mask that it uploaded last."""
     trained_on: list
-    """(training mode, samples) of every call of the training step."""
+    """(training mode, samples) of every call of the training step, but for those of further passes."""
+    passed_on: list
+    """The same of further passes too."""
     server_masks: dict
     """The server's, from the checkpoint."""
     memory: dict
@@ -124,6 +134,9 @@ class Recording(Callback):
 
     def __init__(self, folder):
         self.folder, self.rounds, self.cohort = folder, [], []
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        pl_module.trained_on.also.__self__.clear()  # of the trial of stacks
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.cohort.append(batch)
@@ -145,6 +158,7 @@ class Recording(Callback):
                 losses={name: float(value) for name, value in trainer.callback_metrics.items()},
                 masks={k: arrays(r["shared"]["masks"]) for k, r in server.items() if "masks" in r["shared"]},
                 trained_on=list(pl_module.trained_on),
+                passed_on=list(pl_module.trained_on.also.__self__),
                 server_masks=arrays(unpack_plain(own["state"]["masks"], cpu)),
                 memory={k: r["memory"] for k, r in nodes.items()},
                 buffers={k: arrays(r["buffers"]) for k, r in nodes.items()},

@@ -10,7 +10,7 @@ from reference.harness import samples
 def passes(done):
     """The samples of each pass by client, in order: in training mode, and in evaluation mode."""
     trained, evaluated = defaultdict(list), defaultdict(list)
-    for training, numbers in done.trained_on:
+    for training, numbers in done.passed_on:
         (trained if training else evaluated)[int(numbers[0]) // 100].append(numbers)
     return trained, evaluated
 

@@ -130,7 +130,13 @@ class WeightNormed(Classifier):
         self.net[0] = nn.utils.parametrizations.weight_norm(self.net[0])
 
 
+class LogsSlopes(Classifier):
+    def on_before_optimizer_step(self, optimizer):
+        self.log("slope", self.net[0].weight.grad.norm())
+
+
 ALONE = {
+    "a hook for each client": {"module": LogsSlopes},
     "few clients": {"per_round": 2},
     "stacks of one": {"stack_size": 1},
     "a clock of each client": {"client_timeout": 100.0},

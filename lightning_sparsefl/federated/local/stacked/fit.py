@@ -336,7 +336,9 @@ class StackedFit:
         return [name for each in callbacks for name, mask in each.trainable.items() if not bool(mask.any())]
 
     def _shared(self) -> list[str]:
-        """Return the names of frozen tensors that are the same for all clients."""
+        """Return the names of frozen tensors that are the same for all clients, and that none of them can write."""
+        if GRADIENT_HOOKS & self.trainer.hooks.overridden:  # called for each client, with views of its weights
+            return []
         frozen = [name for name in self._frozen() if not any(each.writes(name) for each, _ in self._callbacks)]
         return shared_names([request.weights for request in self.requests], frozen)
 
@@ -420,8 +422,7 @@ class StackedFit:
         if name != "on_after_backward":
             known = self.whole.leaves
             given = [(self.optimizer.view({known[key]: own[key] for key in known}),) for own in tensors]
-        grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
-        written, grads_written = _versions(leaves), _versions(grads)
+        written = _versions(leaves)
         views, samples = self._views(low, tensors, given), partial(samples_of, one.batch)
         with self._for_all(), self._structure_kept():
             call_for_each(name, self.trainer.hooks, one.part, views, self.log, samples, **options)
@@ -431,7 +432,7 @@ class StackedFit:
             raise NotStackable(f"is followed by `{name}`, which sets options of the optimizer, which all clients share")
         self.loop.set_steps(self.optimizer.taken[low:high])
         self._begun_with.require_same()
-        self._hooked |= _versions(grads) != grads_written
+        self._hooked = True
 
     def _views(
         self, low: int, tensors: Sequence[Mapping[str, Tensor]], given: Sequence[tuple[Any, ...]]
@@ -487,13 +488,13 @@ class StackedFit:
     def _pass_of(self, step: StepCaller, part: _Part, low: int, high: int, batch: Any, number: int) -> BatchPass:
         """Return the pass of one batch of each of the clients of a part, those from `low` to before `high`."""
         trainer, log, taken = self.trainer, self.log, self.optimizer.taken[low:high]
+        self.loop.set_steps(taken)
         batch = to_device(trainer, part.module, batch)
         if trainer.hooks.override_transfer:
             self._begun_with.require_same()
             if any(tensor.requires_grad for tensor in tensors_of(batch)):  # whose graph serves for one pass
                 self._recorder = None
         log.low, log.high, log.samples = low, high, partial(samples_of, batch)
-        self.loop.set_steps(taken)
         return BatchPass(part.module, step, batch, number, log, taken, part.metrics)
 
     def _part(self, low: int, high: int) -> _Part:

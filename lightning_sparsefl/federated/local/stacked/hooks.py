@@ -133,9 +133,9 @@ def call_for_each(
     """
     log.level = 0
     try:
-        for tensors, attributes, metrics, arguments in views:
+        for place, (tensors, attributes, metrics, arguments) in enumerate(views):
             low, high = metrics.low, metrics.high
-            with log.of_hook(name, low, high, samples), metrics.shown(0), part.showing(tensors, attributes):
+            with log.of_hook(name, low, high, samples), metrics.shown(0), part.showing(tensors, place, attributes):
                 hooks.call_module(name, *arguments, **options)
     except Exception as error:
         if is_out_of_memory(error):

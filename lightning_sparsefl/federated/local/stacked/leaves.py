@@ -170,28 +170,39 @@ class StackedModule:
         return tensors
 
     @contextmanager
-    def showing(self, tensors: Mapping[str, Tensor], attributes: AttributeRows) -> Iterator[None]:
+    def showing(self, tensors: Mapping[str, Tensor], place: int, attributes: AttributeRows) -> Iterator[None]:
         """Let the module hold the tensors and attributes of one client within the context.
 
         A gradient that is replaced is copied into the one that it replaces.
 
         Args:
             tensors: Result of :meth:`view`.
+            place: Place of the client among these.
             attributes: Attributes of the client.
 
         Raises:
-            NotStackable: If a gradient is removed, or given to a weight that has none.
+            NotStackable: If a gradient is removed, or given to a weight that has none, if a weight is replaced, or if a
+                hook is registered.
         """
-        grads = [(tensor, tensor.grad) for tensor in tensors.values()]
         with attributes.shown(0), self._shown(tensors), OtherTensors(self.own_ids):
             yield
-        for tensor, grad in grads:
-            if tensor.grad is grad:
-                continue
-            if grad is None or tensor.grad is None:
-                raise NotStackable("removes a gradient, or gives one to a weight without, so that steps differ")
-            with torch.no_grad():
-                grad.copy_(tensor.grad)
+        for name, tensor in tensors.items():
+            if not _is_same_memory(tensor, self.leaves[name].detach()[place]):
+                raise NotStackable("replaces the numbers of a weight (`data`) instead of writing into them")
+            if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+                raise NotStackable("registers a hook for the gradient of a weight")
+            self._take_gradient(self.leaves[name].grad, place, tensor.grad)
+
+    @torch.no_grad()
+    def _take_gradient(self, grads: Tensor | None, place: int, grad: Tensor | None) -> None:
+        """Store the gradient of one client, unless it is a view of that of all."""
+        if grads is None and grad is None:
+            return
+        if grads is None or grad is None:
+            raise NotStackable("removes a gradient, or gives one to a weight without, so that steps differ")
+        row = grads.detach()[place]
+        if not _is_same_memory(grad, row):
+            row.copy_(grad)
 
     @contextmanager
     def _alike(self) -> Iterator[None]:
@@ -250,6 +261,11 @@ def _empty(tensor: Tensor, size: int) -> Tensor:
         out, into, height, width = tensor.shape
         return tensor.new_empty(size, out, height, width, into).permute(0, 1, 4, 2, 3)
     return tensor.new_empty(size, *tensor.shape)
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are views of the same numbers."""
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
 
 
 def _alias(view: Tensor) -> Tensor:

@@ -93,7 +93,9 @@ class CallbackStates(ObjectStates):
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         super().__init__()
         for callback in callbacks:
-            self._keep(callback, vars(callback), type(callback).__name__, in_data=False)
+            self.keep(callback, type(callback).__name__)
+            for key, value in vars(callback).items():
+                self.visit(value, f"{type(callback).__name__}.{key}")
 
 
 class ModuleStates(ObjectStates):
@@ -106,6 +108,7 @@ class ModuleStates(ObjectStates):
         module: Module before a fit or an evaluation, which holds its own tensors.
         others: Further objects by name, such as transforms of the data.
         largest: Number of elements from which on a tensor is not copied, and not restored.
+        copies_data: Whether to copy the tensors in containers of ten thousand items.
 
     Example:
         >>> from lightning.pytorch import LightningModule
@@ -121,9 +124,14 @@ class ModuleStates(ObjectStates):
     """
 
     def __init__(
-        self, module: nn.Module, others: Mapping[str, Any] = MappingProxyType({}), largest: float = LARGE_TENSOR
+        self,
+        module: nn.Module,
+        others: Mapping[str, Any] = MappingProxyType({}),
+        largest: float = LARGE_TENSOR,
+        copies_data: bool = False,
     ) -> None:
-        super().__init__(largest)
+        super().__init__(largest, copies_data)
+        self._visited = ""
         self.iterators: list[str] = []
         """Names of iterators, such as generators, whose state can neither be compared nor restored."""
         self._members = {id(child) for child in module.modules()}
@@ -142,17 +150,19 @@ class ModuleStates(ObjectStates):
             self.visit(value, name)
         self._draws = GlobalDraws()
 
-    def visit(self, value: Any, name: str, in_data: bool = False) -> None:
+    def visit(self, value: Any, name: str) -> None:
         """Keep the state of a value; see :meth:`.ObjectStates.visit`."""
-        kind = type(value)
-        if issubclass(kind, Iterator) and kind not in weakref.ProxyTypes and not self._has_state(value):
-            self.iterators.append(name)
-        super().visit(value, name, in_data)
+        self._visited = name
+        super().visit(value, name)
 
     def _has_state(self, value: Any) -> bool:
-        if issubclass(type(value), nn.Module):  # in a container, such as a metric object in a dict
+        kind = type(value)
+        if issubclass(kind, nn.Module):  # in a container, such as a metric object in a dict
             return id(value) not in self._members
-        return super()._has_state(value)
+        has_state = super()._has_state(value)
+        if not has_state and issubclass(kind, Iterator) and kind not in weakref.ProxyTypes:
+            self.iterators.append(self._visited)
+        return has_state
 
     def values(self) -> list[tuple[str, Any]]:
         """Return the numbers, and copies of tensors and arrays that are not parameters, each with its name."""
@@ -287,7 +297,7 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
     Args:
         module: The module.
     """
-    states = ModuleStates(module, largest=_LARGEST_TRIED)
+    states = ModuleStates(module, largest=_LARGEST_TRIED, copies_data=True)
     try:
         yield
     finally:

@@ -13,7 +13,9 @@ from lightning_sparsefl import (
     CS,
     FLASC,
     SCAFFOLD,
+    FedBABU,
     FedDIP,
+    FedDST,
     FedLPS,
     FedProx,
     FedSpa,
@@ -142,6 +144,57 @@ def test_a_hook_sees_the_gradients_of_each_client(kind, sizes, tmp_path, monkeyp
     assert not said_alone(said)
 
 
+class WritesData(Plain):
+    """Writes gradients and weights by `data`, of which no version tells, and replaces gradients by it."""
+
+    def on_after_backward(self):
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.data.add_(torch.cos(parameter.detach()), alpha=0.1)
+                if self.global_step > 1 and parameter.grad.norm() > 0.05:
+                    parameter.grad.data = parameter.grad.data * 0.5
+
+    def on_before_optimizer_step(self, optimizer):
+        for parameter in self.parameters():
+            parameter.data.mul_(0.97)
+
+
+FROZEN = [FedSpa(), FedBABU(), PerFedMask(), FedDST(density=0.5)]
+
+
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize("algorithm", FROZEN, ids=lambda algorithm: type(algorithm).__name__)
+def test_masks_and_frozen_layers_hold_what_a_hook_writes_by_data(algorithm, tmp_path):
+    stacks, said = check(WritesData, tmp_path, algorithm=algorithm)
+    assert stacks
+    assert not said_alone(said)
+
+
+class ListsSlopes(Plain):
+    """Reads a list of the step in a hook, and appends to another one there."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses, self.norms = [], []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.losses.append(loss.detach())
+        return loss * (1 + 0.1 * sum(self.norms)) if self.norms else loss
+
+    def on_before_optimizer_step(self, optimizer):
+        self.losses[-1].mul_(0.5)
+        self.log("losses", torch.stack(self.losses).mean())
+        if self.global_step % 2:
+            self.norms.append(self.net[0].weight.grad.norm())
+
+
+def test_lists_of_steps_and_hooks_are_those_of_each_client(tmp_path):
+    stacks, said = check(ListsSlopes, tmp_path)
+    assert stacks == [4, 4]
+    assert not said_alone(said)
+
+
 class Noisy(LogsNorms):
     """Writes gradients under masks, and logs what has become of the weights."""
 
@@ -237,6 +290,27 @@ def test_what_a_hook_cannot_do_for_one_client_is_named(kind, words, tmp_path):
     sizes, said = check(kind, tmp_path)
     assert sizes == []
     assert any(words in text for text in said_alone(said)), said
+
+
+class ReplacesWeights(Plain):
+    def on_before_optimizer_step(self, optimizer):
+        if self.global_step > 2:
+            self.net[0].weight.data = self.net[0].weight.data * 0.9
+
+
+class RegistersAHook(Plain):
+    def on_after_backward(self):
+        if self.global_step == 1:
+            self.net[0].weight.register_hook(lambda grad: grad * 0.5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(ReplacesWeights, "replaces the numbers of a weight"), (RegistersAHook, "registers a hook for the gradient")],
+)
+def test_what_a_hook_does_later_is_found(kind, words, tmp_path):
+    _, said = check(kind, tmp_path)
+    assert any(words in text for text in said), said
 
 
 class FailsLater(Plain):

@@ -71,13 +71,19 @@ class Learned(Plain):
         return batch[0] * self.scale, batch[1]
 
 
+class CountsSteps(Plain):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        factor = 1 + 0.1 * self.global_step if self.trainer.training else 1
+        return batch[0] * factor, batch[1]
+
+
 class Pictures(Images):
     def on_after_batch_transfer(self, batch, dataloader_idx):
         return F.avg_pool2d(batch[0].flip(-1), 3, stride=1, padding=1), batch[1]
 
 
 @pytest.mark.parametrize("sizes", [list(odd.SIZES), [20] * 4], ids=["ragged", "even"])
-@pytest.mark.parametrize("kind", [Standardizes, Renames, Moves, Counts, Learned, Pictures])
+@pytest.mark.parametrize("kind", [Standardizes, Renames, Moves, Counts, CountsSteps, Learned, Pictures])
 def test_a_hook_sees_the_batch_of_each_client(kind, sizes, tmp_path, monkeypatch):
     monkeypatch.setattr(odd, "SIZES", sizes)
     stacks, said = check(kind, tmp_path)
