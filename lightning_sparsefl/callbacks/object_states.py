@@ -184,7 +184,7 @@ def _is_plain(tensor: Tensor) -> bool:
     if is_lazy(tensor) or tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
         return False
     repeats = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    return not (repeats or tensor.is_inference() or tensor.is_mkldnn)
+    return not (repeats or tensor.is_inference() or tensor.is_mkldnn or tensor.is_quantized)
 
 
 def _restore_tensor(value: Tensor, before: Tensor) -> None:

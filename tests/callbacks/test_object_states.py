@@ -49,6 +49,7 @@ KEPT = {
     "sparse": lambda: torch.eye(3).to_sparse(),
     "CSR": lambda: torch.eye(3).to_sparse_csr(),
     "meta": lambda: torch.zeros(3, device="meta"),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
     "nested tensors": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
     "uninitialized": lambda: [nn.UninitializedParameter()],
     "NaN that cannot be written": lambda: torch.tensor([torch.nan]).expand(4),
@@ -63,7 +64,7 @@ KEPT = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*(nested|Sparse|sparse).*")
+@pytest.mark.filterwarnings("ignore:.*(nested|Sparse|sparse|quantize).*")
 @pytest.mark.parametrize("case", KEPT)
 def test_a_pass_leaves_any_attribute(case):
     module = L.LightningModule()

@@ -583,14 +583,15 @@ class Notes(Quadratic):
     def __init__(self):
         super().__init__()
         self.number, self.tensor, self.array = 0, torch.zeros(1), np.zeros(1)
-        self.held = {"tensor": torch.zeros(1), "list": [torch.zeros(1)], "words": [str(i) for i in range(20_000)]}
+        self.held = {"tensor": torch.zeros(1), "list": [torch.zeros(1)]}
+        self.words = [str(i) for i in range(20_000)]
         self.tally, self.generator = Tally(), torch.Generator().manual_seed(0)
 
     def training_step(self, batch):
         self.number += 1
         for each in (self.tensor, self.array, self.held["tensor"], self.held["list"][0]):
             each += 1
-        self.held["words"].append("new")
+        self.words.append("new")
         self.tally.number += 1
         self.tally.seen.append(1)
         self.last = torch.rand(1, generator=self.generator)
@@ -601,7 +602,7 @@ class Notes(Quadratic):
 def test_further_passes_leave_what_attributes_hold(make, descend):
     module = descend(make(), [F, G, F, G], module=Notes())
     found = [module.number, module.tensor, module.array.item(), module.held["tensor"], module.held["list"][0]]
-    found += [len(module.held["words"]) - 20_000, module.tally.number, len(module.tally.seen)]
+    found += [len(module.words) - 20_000, module.tally.number, len(module.tally.seen)]
     assert list(map(float, found)) == [4.0] * 8
     generator = torch.Generator().manual_seed(0)
     assert module.last == [torch.rand(1, generator=generator) for _ in range(4)][-1]

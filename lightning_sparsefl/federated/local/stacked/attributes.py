@@ -373,9 +373,10 @@ class AttributeRows:
 
         try:
             states.show(states.values(self.low, self.high), given, before, shown)
-            looks = states.contents() if size < states.held[self.low][0].size else None
+            # a single client's tensors are views of those of several, into which it writes
+            looks = states.contents() if size == 1 < states.held[self.low][0].size else None
             yield
-            if looks is None or looks != states.contents():  # what is written in place is in the memory of all clients
+            if looks is None or looks != states.contents():
                 states.store(self.low, self.high, stored, shown, self._stored)
         finally:
             states.restore()
@@ -415,7 +416,7 @@ class _ListItems:
 
         Args:
             container: The list.
-            items: Its items.
+            items: Items of the list.
         """
         _, before, copied = self._known.get(id(container), (None, [], []))
         return copied if len(items) >= len(before) and all(map(operator.is_, items, before)) else []
@@ -437,8 +438,8 @@ class _ListItems:
 
         Args:
             container: The list.
-            items: Its first items.
-            copied: Their copies.
+            items: First items of the list.
+            copied: Copies of the items.
         """
         if items and set(map(type, items)) <= _FLAT:
             self._known[id(container)] = (container, items, copied)

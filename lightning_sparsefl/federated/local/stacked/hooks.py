@@ -123,7 +123,7 @@ def call_for_each(
         name: Name of the hook, which the module overrides.
         hooks: Caller of the hooks.
         part: Tensors of the clients.
-        views: What the hook gets for each client.
+        views: Views and arguments that the hook gets, one for each client.
         log: Receiver of what the hook logs.
         samples: Function that returns the number of samples of each client's batch.
         **options: Keyword arguments of the hook.
