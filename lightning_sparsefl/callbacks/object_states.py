@@ -86,23 +86,16 @@ class ObjectStates:
         found = dict[int, tuple[Any, str, bool]]()
         size, elements, waiting = 0, 0, [(value, name, False)]
         for each, own_name, in_data in waiting:  # which grows
-            kind: Any = type(each)  # and not `isinstance`, which asks what a weak reference refers to
-            if kind in PLAIN or id(each) in self.kept or id(each) in found:
+            known = id(each) in self.kept or id(each) in found
+            content = None if known else self._content(each)
+            if content is None:
                 continue
-            content: Any = ()
-            if issubclass(kind, _LEAVES):
-                elements += _elements(each)
-            elif issubclass(kind, (tuple, *CONTAINERS)):
-                content = each
-            elif self._has_state(each):
-                content = attributes_of(each)
-            else:
-                continue
+            elements += _elements(each)
             items = content.values() if isinstance(content, dict) else content
             has_plain_items = set(map(type, items)) <= PLAIN  # as a vocabulary; at the speed of C
             size += len(items) if has_plain_items else len(items) * _ITEMS_OF_VALUE
-            if not issubclass(kind, tuple):
-                in_data = in_data or (content is each and len(content) >= LARGE)
+            if not isinstance(each, tuple):
+                in_data = in_data or (isinstance(each, CONTAINERS) and len(content) >= LARGE)
                 found[id(each)] = (each, own_name, in_data)
             if self._most is not None and (size >= self._most or elements >= self._largest):
                 found = {key: kept for key, kept in found.items() if key == id(value)}
@@ -111,6 +104,17 @@ class ObjectStates:
                 waiting += [(*item, in_data) for item in _items(content, own_name, of_object=content is not each)]
         for each, own_name, in_data in found.values():
             self.keep(each, own_name, in_data)
+
+    def _content(self, value: Any) -> Any:
+        """Return a container itself, the attributes of an object, or nothing for a leaf; None without a state."""
+        kind: Any = type(value)  # and not `isinstance`, which asks what a weak reference refers to
+        if kind in PLAIN:
+            return None
+        if issubclass(kind, _LEAVES):
+            return ()
+        if issubclass(kind, (tuple, *CONTAINERS)):
+            return value
+        return attributes_of(value) if self._has_state(value) else None
 
     def keep(self, value: Any, name: str, in_data: bool = False) -> None:
         """Keep the state of an object, but not that of what is in it.

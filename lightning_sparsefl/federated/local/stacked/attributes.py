@@ -14,15 +14,14 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
+from lightning_sparsefl.callbacks.object_states import PLAIN
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.logs import ChangesAttribute, NotStackable
 from lightning_sparsefl.sparse.containers import containers_in, content_of, fill, has_content
 
 _CONTAINERS = (list, deque, set, dict, Counter, OrderedDict, defaultdict)
 """Types of containers that may have other contents for each client."""
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-"""Types of values that all clients that step together have in common."""
-_FLAT = {Tensor, *_PLAIN}
+_FLAT = {Tensor, *PLAIN}
 """Types of values in which nothing but numbers of tensors can be changed in place."""
 _MISSING = object()
 
@@ -254,7 +253,7 @@ class AttributeStates:
             return (type(value), tuple(map(self._layout, value)))
         if isinstance(value, set):
             return (set, frozenset(map(self._layout, value)))
-        return (type(value), value if isinstance(value, (*_PLAIN, _Original)) else id(value))
+        return (type(value), value if isinstance(value, (*PLAIN, _Original)) else id(value))
 
     def values(self, low: int, high: int) -> list[Any]:
         """Return the values and contents for the clients from `low` to before `high`.
@@ -483,7 +482,7 @@ class _Copier:
 
     def copy(self, value: Any) -> Any:
         """Return the copy of a value."""
-        if type(value) in _PLAIN:
+        if type(value) in PLAIN:
             return value
         if id(value) not in self._memo:
             self._memo[id(value)] = (value, self._new(value))

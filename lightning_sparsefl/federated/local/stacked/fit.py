@@ -227,6 +227,7 @@ class StackedFit:
             one = self._pass_of(self._caller(), self._part(low, high), low, high, batch, 0)
             self._batch_hook("on_train_batch_start", one)
             self._backward(one)
+            self.log.collect()
             self._gradient_hook("on_after_backward", one)
             self._require_no_gradients()
         self.trainer._finish()
@@ -415,7 +416,6 @@ class StackedFit:
         """Call a hook of the module that sees gradients for each client of a batch, if the module overrides it."""
         if name not in self.trainer.hooks.overridden:
             return
-        self.log.collect()  # what the step has logged
         low, high, leaves = one.metrics.low, one.metrics.high, one.leaves.values()
         tensors = [one.part.view(place) for place in range(high - low)]
         given: list[tuple[Any, ...]] = [()] * len(tensors)
@@ -489,11 +489,9 @@ class StackedFit:
         """Return the pass of one batch of each of the clients of a part, those from `low` to before `high`."""
         trainer, log, taken = self.trainer, self.log, self.optimizer.taken[low:high]
         self.loop.set_steps(taken)
-        batch = to_device(trainer, part.module, batch)
-        if trainer.hooks.override_transfer:
-            self._begun_with.require_same()
-            if any(tensor.requires_grad for tensor in tensors_of(batch)):  # whose graph serves for one pass
-                self._recorder = None
+        batch = to_device(trainer, part.module, batch, self._begun_with)
+        if trainer.hooks.override_transfer and any(tensor.requires_grad for tensor in tensors_of(batch)):
+            self._recorder = None  # since the graph of such a batch serves for one pass
         log.low, log.high, log.samples = low, high, partial(samples_of, batch)
         return BatchPass(part.module, step, batch, number, log, taken, part.metrics)
 
@@ -521,8 +519,8 @@ class StackedFit:
             recorded = self._recorder.do(training)
         for callback in callbacks:
             callback.after_backward(one)
-        self._gradient_hook("on_after_backward", one)
         log.collect()
+        self._gradient_hook("on_after_backward", one)
         self._prepare_step(callbacks, one)
         self.optimizer.step(low, high, clients.rows, recorded)
         self.loop.set_steps(self.optimizer.taken[low:high])  # as schedulers see it

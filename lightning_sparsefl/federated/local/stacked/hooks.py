@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from lightning_sparsefl.federated.local.stacked.logs import NotStackable, Stacke
 from lightning_sparsefl.federated.local.stacked.metrics.states import MetricRows
 from lightning_sparsefl.federated.local.stacked.reasons import reason_of
 from lightning_sparsefl.federated.local.stacked.stack_reader import samples_of
+from lightning_sparsefl.federated.local.stacked.undo import ModuleStates
 
 _TIMES = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
 TRAINING_HOOKS = frozenset(("on_fit_start", *(f"on_train_{time}" for time in _TIMES)))
@@ -30,6 +32,17 @@ STACKED_HOOKS = TRAINING_HOOKS | GRADIENT_HOOKS | {"lr_scheduler_step"}
 """Hooks that a module whose clients train as a stack may override, besides those of the batch transfer."""
 BATCH_HOOKS = frozenset(name for name in TRAINING_HOOKS | EVALUATION_HOOKS if "_batch_" in name)
 """Hooks that see a batch."""
+
+
+@contextmanager
+def _failing_as(clause: str) -> Iterator[None]:
+    """Raise :class:`NotStackable` in the place of an error of a hook, unless there is no memory."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise NotStackable(f"{clause}, which {reason_of(error)}") from error
 
 
 def call_hook(
@@ -66,36 +79,30 @@ def call_hook(
         return output
 
     samples = None if number is None else partial(samples_of, given[-1])
-    try:
-        with log.of_hook(name, metrics.low, metrics.high, samples):
-            return part.call(run, given)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise NotStackable(f"is followed by `{name}`, which {reason_of(error)}") from error
+    with _failing_as(f"is followed by `{name}`"), log.of_hook(name, metrics.low, metrics.high, samples):
+        return part.call(run, given)
 
 
-def to_device(trainer: FastTrainer, part: StackedModule, batch: Any) -> Any:
+def to_device(trainer: FastTrainer, part: StackedModule, batch: Any, states: ModuleStates) -> Any:
     """Return the batches of several clients on the device, after the hooks of the transfer.
 
     Args:
         trainer: Trainer of the stack.
         part: Tensors of the clients.
         batch: Batch whose tensors have the clients in dimension 0.
+        states: Attributes of the module before the first step.
 
     Raises:
-        NotStackable: If a hook fails for several clients at once.
+        NotStackable: If a hook fails for several clients at once, or changes what they share.
     """
     hooks, device = trainer.hooks, trainer.strategy.root_device
     batch = trainer.precision_plugin.convert_input(batch)
     if not hooks.override_transfer:
         return hooks.to_device(batch, device)
-    try:
-        return part.call(lambda own, level: hooks.to_device(own, device), batch)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise NotStackable(f"is preceded by a hook of the batch transfer, which {reason_of(error)}") from error
+    with _failing_as("is preceded by a hook of the batch transfer"):
+        batch = part.call(lambda own, level: hooks.to_device(own, device), batch)
+    states.require_same()
+    return batch
 
 
 class ClientView(NamedTuple):
@@ -132,15 +139,11 @@ def call_for_each(
         NotStackable: If the hook fails for a client.
     """
     log.level = 0
-    try:
+    with _failing_as(f"is followed by `{name}`"):
         for place, (tensors, attributes, metrics, arguments) in enumerate(views):
             low, high = metrics.low, metrics.high
             with log.of_hook(name, low, high, samples), metrics.shown(0), part.showing(tensors, place, attributes):
                 hooks.call_module(name, *arguments, **options)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise NotStackable(f"is followed by `{name}`, which {reason_of(error)}") from error
 
 
 def require_plain(output: Any) -> None:

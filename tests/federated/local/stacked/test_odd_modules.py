@@ -156,6 +156,13 @@ def said_alone(said):
     return [text for text in said if "one after another" in text]
 
 
+def check_alone(kind, words, folder):
+    """Train a module with both engines, and check that its clients train one after another, and why."""
+    sizes, said = check(kind, folder)
+    assert sizes == []
+    assert any(words in text for text in said_alone(said)), said
+
+
 STACKED, ALONE = {}, {}
 
 

@@ -219,9 +219,7 @@ class StackedEvaluation:
     def _batch(self, step: StepCaller, low: int, high: int, batch: Any, number: int) -> None:
         """Evaluate the clients from `low` to before `high` on one batch of each."""
         trainer, log, part = self.trainer, self.log, self.whole.part(low, high)
-        batch = to_device(trainer, part, batch)
-        if trainer.hooks.override_transfer:
-            self.kept.require_same()
+        batch = to_device(trainer, part, batch, self.kept)
         log.low, log.high, log.samples = low, high, partial(samples_of, batch)
         sees = f"on_{self._name}_batch_end" in trainer.hooks.overridden
         one = EvaluationPass(part, step, batch, number, log, self.metrics.part(low, high), sees)
