@@ -188,8 +188,10 @@ class AttributeStates:
         found: list[Any] = []
         for slot in self.slots:
             value = slot.table.get(slot.key, _MISSING)
-            found.append(id(value))
-            for each in containers_in(value) or ():
+            containers = containers_in(value)
+            # one with too many items to look into equals nothing
+            found.append(id(value) if containers is not None else object())
+            for each in containers or ():
                 found += [id(each), list(map(id, each)), list(map(id, each.values())) if isinstance(each, dict) else ()]
         return found
 

@@ -543,6 +543,17 @@ def test_a_list_that_grows_is_not_copied_tensor_by_tensor(monkeypatch):
     assert [row.tolist() for row in states.values(0, 3)[1]] == [[number] * 3 for number in range(20)]
 
 
+@pytest.mark.parametrize("length", [1, 9_999])
+def test_what_one_of_several_clients_appends_is_stored(length):
+    module, states = states_of([0.5] * length)
+    with functorch.vmap_level(3) as level, states.part(0, 3).shown(level):
+        module.value.append(1.0)
+    with states.part(0, 1).shown(0):
+        module.value.append(2.0)
+    assert len(module.value) == length
+    assert [len(states.values(place, place + 1)[1]) - length for place in range(3)] == [2, 1, 1]
+
+
 def states_of(value, size=3):
     module = nn.Module()
     module.value = value
