@@ -44,7 +44,7 @@ from lightning_sparsefl.algorithms import FedAvg, FedDIP, FedLPS, FedSpa, PerFed
 from lightning_sparsefl.data import IID, Dirichlet, FederatedDataModule, Partition
 from lightning_sparsefl.data.examples import Examples
 from lightning_sparsefl.federated import FederatedAlgorithm, FederatedTrainer, Federation
-from lightning_sparsefl.federated.local.stacked.fit import StackedFit
+from lightning_sparsefl.federated.local.stacked.fitting.fit import StackedFit
 from lightning_sparsefl.models import (
     MLP,
     VGG11,

@@ -51,6 +51,25 @@ SUBPACKAGES = [
     "trainer",
 ]
 """Subpackages and files of federated/: each imports only from those before it."""
+STACKED = [
+    "functorch",
+    "logs",
+    "fibers",
+    "fused",
+    "rules",
+    "reasons",
+    "states",
+    "reading",
+    "metrics",
+    "batch_pass",
+    "recording",
+    "fitting",
+    "trials",
+    "gradients",
+    "scoring",
+    "worker",
+]
+"""Those of federated/local/stacked/."""
 MOST_FILES = 20
 """Of a subpackage, `__init__.py` included."""
 
@@ -115,23 +134,22 @@ def _points_left(target: str, layer: str) -> bool:
     return target in LAYERS and layer in LAYERS and LAYERS.index(target) <= LAYERS.index(layer)
 
 
-def subpackage_violations(root: Path) -> list[str]:
-    """Files of federated/ outside every subpackage, imports of later ones, and subpackages with too many files."""
-    found, engine = [], root / "federated"
+def subpackage_violations(root: Path, folder: str = "federated", order: Sequence[str] = SUBPACKAGES) -> list[str]:
+    """Files of a folder outside every subpackage, imports of later ones, and subpackages with too many files."""
+    found, engine = [], root / folder
+    above = [root.name, *Path(folder).parts]
     sizes = Counter(path.relative_to(engine).parent.as_posix() for path in engine.rglob("*.py"))
     found += [f"{subpackage}: {count} files" for subpackage, count in sizes.items() if count > MOST_FILES]
     for path, subpackage, tree in modules(engine):
         if subpackage == "__init__":
             continue
-        if subpackage not in SUBPACKAGES:
+        if subpackage not in order:
             found.append(f"{path.name}: `{subpackage}` is no subpackage")
             continue
         for name in imported(tree, path, root):
-            parts = name.split(".")
-            if parts[:2] == [root.name, "federated"] and len(parts) > 2:
-                target = parts[2]
-                if target not in SUBPACKAGES or SUBPACKAGES.index(target) > SUBPACKAGES.index(subpackage):
-                    found.append(f"{path.relative_to(root)}: `{subpackage}` imports `{name}`")
+            *parents, target = [*name.split("."), "", ""][: len(above) + 1]
+            if parents == above and target and (target not in order or order.index(target) > order.index(subpackage)):
+                found.append(f"{path.relative_to(root)}: `{subpackage}` imports `{name}`")
     return found
 
 
@@ -257,6 +275,7 @@ def test_imports_only_point_left():
 
 def test_subpackages_of_the_engine_keep_their_order():
     assert subpackage_violations(PACKAGE) == []
+    assert subpackage_violations(PACKAGE, "federated/local/stacked", STACKED) == []
 
 
 def test_names_are_imported_from_where_they_are_defined():
@@ -287,6 +306,12 @@ def test_no_files_import_each_other():
 )
 def test_a_planted_import_between_subpackages_is_caught(tmp_path: Path, where: str, source: str):
     assert len(subpackage_violations(planted(tmp_path, where, source))) == 1
+
+
+def test_a_planted_import_within_the_stacked_engine_is_caught(tmp_path: Path):
+    source = "from lightning_sparsefl.federated.local.stacked.fitting.fit import fit_stack"
+    root = planted(tmp_path, "federated/local/stacked/states/leaves.py", source)
+    assert len(subpackage_violations(root, "federated/local/stacked", STACKED)) == 1
 
 
 def test_a_planted_circle_is_caught(tmp_path: Path):

@@ -18,7 +18,7 @@ from helpers.device import DEVICE, on_several_ranks
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedPer, Local
 from lightning_sparsefl.data import Dirichlet, FederatedDigits
 from lightning_sparsefl.federated.evaluation.scorer import Scorer
-from lightning_sparsefl.federated.local.stacked.fit import StackedFit
+from lightning_sparsefl.federated.local.stacked.fitting.fit import StackedFit
 from lightning_sparsefl.federated.local.stacked.scoring import evaluator
 from lightning_sparsefl.federated.local.stacked.scoring.evaluation import StackedEvaluation
 from lightning_sparsefl.models import MLP

@@ -58,7 +58,7 @@ from lightning_sparsefl.callbacks import (
 from lightning_sparsefl.callbacks.stacking import trees
 from lightning_sparsefl.data import IID, Dirichlet, FederatedDigits
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
-from lightning_sparsefl.federated.local.stacked.fit import StackedFit
+from lightning_sparsefl.federated.local.stacked.fitting.fit import StackedFit
 from lightning_sparsefl.federated.local.stacked.recording.recorded_step import TrainingPass
 from lightning_sparsefl.federated.local.stacked.scoring.evaluator import StackEvaluator
 from lightning_sparsefl.federated.local.stacked.worker import StackedWorker

@@ -14,7 +14,7 @@ from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.support import overridden
 from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
-from lightning_sparsefl.federated.local.stacked.hooks import GRADIENT_HOOKS
+from lightning_sparsefl.federated.local.stacked.fitting.hooks import GRADIENT_HOOKS
 from lightning_sparsefl.federated.local.stacked.worker import StackedWorker, memory_of_stacks
 from lightning_sparsefl.federated.local.worker import ClientWorker, LocalWork
 from lightning_sparsefl.federated.options import Federation

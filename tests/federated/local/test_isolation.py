@@ -24,7 +24,7 @@ from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.isolation import ModuleState, isolate_metrics
 from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
 from lightning_sparsefl.federated.local.local_options import LocalOptions
-from lightning_sparsefl.federated.local.stacked.undo import ModuleStates
+from lightning_sparsefl.federated.local.stacked.states.undo import ModuleStates
 
 
 class Factor(nn.Module):

@@ -26,7 +26,7 @@ from lightning_sparsefl.errors import CheckpointMismatch, DiskFull
 from lightning_sparsefl.federated.commands import fit as fit_module
 from lightning_sparsefl.federated.distributed import signals as interrupt
 from lightning_sparsefl.federated.exchange.hashing import fingerprint
-from lightning_sparsefl.federated.local.stacked.optimizers import StackedOptimizer
+from lightning_sparsefl.federated.local.stacked.fitting.optimizers import StackedOptimizer
 from lightning_sparsefl.federated.storage import checkpoint
 from lightning_sparsefl.federated.storage import run_folder as runfolder
 from lightning_sparsefl.federated.storage.atomic_files import write_atomically

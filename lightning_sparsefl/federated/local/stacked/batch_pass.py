@@ -13,9 +13,9 @@ from torch import Tensor
 from lightning_sparsefl.callbacks.trial import copy_of
 from lightning_sparsefl.federated.local.fast.steps import StepCaller
 from lightning_sparsefl.federated.local.stacked import functorch
-from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, unwrapped
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
 from lightning_sparsefl.federated.local.stacked.metrics.states import MetricRows
+from lightning_sparsefl.federated.local.stacked.states.leaves import StackedModule, unwrapped
 from lightning_sparsefl.sparse.modes import random_restored
 
 

@@ -15,12 +15,12 @@ from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.exchange.failures import is_out_of_memory
 from lightning_sparsefl.federated.local.engines import FastEngine
-from lightning_sparsefl.federated.local.stacked.attributes import ChangedAttributes
-from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, rewind, stacked_fit
-from lightning_sparsefl.federated.local.stacked.reader import reader_of
+from lightning_sparsefl.federated.local.stacked.fitting.fit import StackedRequest, rewind, stacked_fit
+from lightning_sparsefl.federated.local.stacked.reading.reader import reader_of
 from lightning_sparsefl.federated.local.stacked.reasons import reason_of
+from lightning_sparsefl.federated.local.stacked.states.attributes import ChangedAttributes
+from lightning_sparsefl.federated.local.stacked.states.undo import attributes_kept
 from lightning_sparsefl.federated.local.stacked.trials.step_trial import EXACT, ROUNDED, difference, moved_weights
-from lightning_sparsefl.federated.local.stacked.undo import attributes_kept
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.sparse.modes import modes_restored

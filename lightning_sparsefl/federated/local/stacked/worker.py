@@ -25,17 +25,17 @@ from lightning_sparsefl.federated.exchange.orders import Answer, Split
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.round_lr import ScaleLearningRates
 from lightning_sparsefl.federated.local.stacked import fibers, functorch
-from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, fit_stack, rewind
+from lightning_sparsefl.federated.local.stacked.fitting.fit import StackedRequest, fit_stack, rewind
 from lightning_sparsefl.federated.local.stacked.gradients import GradientRequest, StackGradients
-from lightning_sparsefl.federated.local.stacked.reader import reader_of
+from lightning_sparsefl.federated.local.stacked.reading.reader import reader_of
 from lightning_sparsefl.federated.local.stacked.reasons import reason_of
 from lightning_sparsefl.federated.local.stacked.recording.captured import graphs_of
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
 from lightning_sparsefl.federated.local.stacked.scoring.evaluation import EvaluationRequest
 from lightning_sparsefl.federated.local.stacked.scoring.evaluator import StackEvaluator
+from lightning_sparsefl.federated.local.stacked.states.undo import CallbackStates
 from lightning_sparsefl.federated.local.stacked.trials.callback_trial import begin_together
 from lightning_sparsefl.federated.local.stacked.trials.stacking_trial import StackingTrial
-from lightning_sparsefl.federated.local.stacked.undo import CallbackStates
 from lightning_sparsefl.federated.local.worker import ClientWorker, FitRequest
 from lightning_sparsefl.sparse.masks import apply, check, intersect
 from lightning_sparsefl.sparse.submodel import cut, keep_statistics, narrow, widen

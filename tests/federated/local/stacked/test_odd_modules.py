@@ -33,8 +33,8 @@ from lightning_sparsefl import APFL, FedAvg, FederatedTrainer, Federation, PerFe
 from lightning_sparsefl.data import FederatedDataset
 from lightning_sparsefl.errors import IncompatibleMasks
 from lightning_sparsefl.federated.local.stacked import worker
-from lightning_sparsefl.federated.local.stacked.leaves import StackedModule
 from lightning_sparsefl.federated.local.stacked.scoring import evaluator
+from lightning_sparsefl.federated.local.stacked.states.leaves import StackedModule
 from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
 from lightning_sparsefl.testing.contents import rows
 

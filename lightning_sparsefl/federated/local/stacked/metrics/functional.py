@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from lightning_sparsefl.federated.local.stacked import functorch
-from lightning_sparsefl.federated.local.stacked.leaves import map_tensors
-from lightning_sparsefl.federated.local.stacked.rules import LayerRules, Rule, add_rule, failing_alone
+from lightning_sparsefl.federated.local.stacked.rules import LayerRules, Rule, failing_alone, rule_for
+from lightning_sparsefl.federated.local.stacked.states.leaves import map_tensors
 
 _PACKAGE = "torchmetrics.functional.classification."
 _NORMALIZATION = "normalize_logits_if_needed"
@@ -73,7 +73,7 @@ def _for_clients(function: FunctionType) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     each = _for_each(function)
-    add_rule(called, partial(_normalized, each) if function.__name__ == _NORMALIZATION else each)
+    rule_for(called)(partial(_normalized, each) if function.__name__ == _NORMALIZATION else each)
     return called
 
 

@@ -17,9 +17,9 @@ from torchmetrics import Metric
 from lightning_sparsefl.callbacks.stacking.hidden_metrics import METHODS, SharedCount, hidden_state
 from lightning_sparsefl.federated.exchange.failures import is_out_of_memory
 from lightning_sparsefl.federated.local.stacked import functorch
-from lightning_sparsefl.federated.local.stacked.leaves import map_tensors, unwrapped
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 from lightning_sparsefl.federated.local.stacked.rules import BRANCHES, failing_alone
+from lightning_sparsefl.federated.local.stacked.states.leaves import map_tensors, unwrapped
 from lightning_sparsefl.sparse.attributes import attributes_replaced
 
 _WITH_VALUES = ("update", "compute")

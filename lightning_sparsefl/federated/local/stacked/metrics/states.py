@@ -15,10 +15,10 @@ from torchmetrics.utilities import dim_zero_mean
 
 from lightning_sparsefl.callbacks.stacking.hidden_metrics import METHODS, SharedCount, hidden
 from lightning_sparsefl.federated.local.stacked import functorch
-from lightning_sparsefl.federated.local.stacked.leaves import layout_of, unwrapped
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 from lightning_sparsefl.federated.local.stacked.metrics.checks import ValueCheck, check_of
 from lightning_sparsefl.federated.local.stacked.metrics.single_calls import ListState, MetricUse
+from lightning_sparsefl.federated.local.stacked.states.leaves import layout_of, unwrapped
 from lightning_sparsefl.sparse.attributes import attributes_replaced
 
 _OF_USES = (

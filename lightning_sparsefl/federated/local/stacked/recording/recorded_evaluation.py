@@ -10,13 +10,13 @@ from typing import Any, cast
 from torch import Tensor
 
 from lightning_sparsefl.federated.local.fast.steps import StepCaller
-from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, layout_of, tensors_of
 from lightning_sparsefl.federated.local.stacked.logs import EvaluationLog
 from lightning_sparsefl.federated.local.stacked.metrics.states import MetricRows
 from lightning_sparsefl.federated.local.stacked.recording.captured import Capture, CapturedOperations
 from lightning_sparsefl.federated.local.stacked.recording.effects import Effects, with_effects
 from lightning_sparsefl.federated.local.stacked.recording.operations import Operations
 from lightning_sparsefl.federated.local.stacked.recording.tracing import trace
+from lightning_sparsefl.federated.local.stacked.states.leaves import StackedModule, layout_of, tensors_of
 from lightning_sparsefl.sparse.modes import random_restored, restored
 
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from lightning_sparsefl.federated.local.fast.direct_calls import run_backward
 from lightning_sparsefl.federated.local.stacked.batch_pass import BatchPass
-from lightning_sparsefl.federated.local.stacked.leaves import layout_of, tensors_of
 from lightning_sparsefl.federated.local.stacked.recording.captured import Capture, CapturedOperations
 from lightning_sparsefl.federated.local.stacked.recording.effects import Effects, with_effects
 from lightning_sparsefl.federated.local.stacked.recording.operations import Operations
 from lightning_sparsefl.federated.local.stacked.recording.tracing import trace
+from lightning_sparsefl.federated.local.stacked.states.leaves import layout_of, tensors_of
 from lightning_sparsefl.sparse.modes import restored
 
 

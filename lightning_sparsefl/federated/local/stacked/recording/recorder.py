@@ -21,9 +21,9 @@ from torchmetrics import Metric
 
 from lightning_sparsefl.federated.local.isolation import HOOKS
 from lightning_sparsefl.federated.local.stacked.fused import order_in_memory
-from lightning_sparsefl.federated.local.stacked.leaves import StackedModule
 from lightning_sparsefl.federated.local.stacked.recording.captured import Capture
-from lightning_sparsefl.federated.local.stacked.undo import ModuleStates
+from lightning_sparsefl.federated.local.stacked.states.leaves import StackedModule
+from lightning_sparsefl.federated.local.stacked.states.undo import ModuleStates
 
 _MOST = 64
 """Largest number of kept recordings, so that cohorts of ever new sizes do not fill the memory."""

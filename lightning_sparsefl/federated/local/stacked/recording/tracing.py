@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.overrides import TorchFunctionMode
 
 from lightning_sparsefl.federated.local.stacked.recording.operations import OperationRecorder, Operations
-from lightning_sparsefl.federated.local.stacked.undo import GlobalDraws
+from lightning_sparsefl.federated.local.stacked.states.undo import GlobalDraws
 
 _READERS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 """Functions of a tensor that read its numbers and are no operations of torch."""

@@ -19,24 +19,24 @@ from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.batches import num_batches
 from lightning_sparsefl.federated.local.fast.steps import StepCaller
 from lightning_sparsefl.federated.local.isolation import Settings, isolate_metrics, restore_trainer_refs
-from lightning_sparsefl.federated.local.stacked.attributes import ChangedAttributes
-from lightning_sparsefl.federated.local.stacked.fit import StackTrainer
-from lightning_sparsefl.federated.local.stacked.hooks import (
+from lightning_sparsefl.federated.local.stacked.fitting.hooks import (
     BATCH_HOOKS,
     EVALUATION_HOOKS,
     call_hook,
     require_plain,
     to_device,
 )
-from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names
+from lightning_sparsefl.federated.local.stacked.fitting.stack_trainer import StackTrainer
 from lightning_sparsefl.federated.local.stacked.logs import EvaluationLog
 from lightning_sparsefl.federated.local.stacked.metrics.functional import functions_for_clients
 from lightning_sparsefl.federated.local.stacked.metrics.states import MetricRows, MetricStates
-from lightning_sparsefl.federated.local.stacked.reader import ClientReader, reading_key
+from lightning_sparsefl.federated.local.stacked.reading.reader import ClientReader, reading_key
+from lightning_sparsefl.federated.local.stacked.reading.stack_reader import StackReader, equal_ranges, samples_of
 from lightning_sparsefl.federated.local.stacked.recording.recorded_evaluation import EvaluationPass
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
-from lightning_sparsefl.federated.local.stacked.stack_reader import StackReader, equal_ranges, samples_of
-from lightning_sparsefl.federated.local.stacked.undo import ModuleStates, require_same_settings
+from lightning_sparsefl.federated.local.stacked.states.attributes import ChangedAttributes
+from lightning_sparsefl.federated.local.stacked.states.leaves import StackedModule, shared_names
+from lightning_sparsefl.federated.local.stacked.states.undo import ModuleStates, require_same_settings
 from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.sparse.modes import modes_restored
 from lightning_sparsefl.types import Weights

@@ -15,9 +15,8 @@ from lightning_sparsefl.federated.exchange.failures import is_out_of_memory
 from lightning_sparsefl.federated.exchange.orders import SCORING_STEPS, Split
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.support import SCORING_HOOKS, overridden
-from lightning_sparsefl.federated.local.stacked.attributes import ChangedAttributes
-from lightning_sparsefl.federated.local.stacked.hooks import EVALUATION_HOOKS
-from lightning_sparsefl.federated.local.stacked.reader import name_of_data
+from lightning_sparsefl.federated.local.stacked.fitting.hooks import EVALUATION_HOOKS
+from lightning_sparsefl.federated.local.stacked.reading.reader import name_of_data
 from lightning_sparsefl.federated.local.stacked.reasons import reason_of
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
 from lightning_sparsefl.federated.local.stacked.scoring.evaluation import (
@@ -25,13 +24,14 @@ from lightning_sparsefl.federated.local.stacked.scoring.evaluation import (
     evaluate_stack,
     readable_in_order,
 )
+from lightning_sparsefl.federated.local.stacked.states.attributes import ChangedAttributes
+from lightning_sparsefl.federated.local.stacked.states.undo import attributes_kept
 from lightning_sparsefl.federated.local.stacked.trials.stacking_trial import reason_of_hooks
 from lightning_sparsefl.federated.local.stacked.trials.step_trial import (
     drawing_nothing,
     logged_difference,
     moved_weights,
 )
-from lightning_sparsefl.federated.local.stacked.undo import attributes_kept
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.types import Weights
 

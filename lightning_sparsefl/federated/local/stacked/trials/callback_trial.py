@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule
 
 from lightning_sparsefl.federated.local.engines import FastEngine
-from lightning_sparsefl.federated.local.stacked.undo import CallbackStates, attributes_kept
+from lightning_sparsefl.federated.local.stacked.states.undo import CallbackStates, attributes_kept
 
 
 class _Begun(Exception):

@@ -27,14 +27,15 @@ from lightning_sparsefl.federated.local.fast.support import NEVER_CALLED, SCORIN
 from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
 from lightning_sparsefl.federated.local.isolation import restore_trainer_refs
 from lightning_sparsefl.federated.local.stacked import functorch
-from lightning_sparsefl.federated.local.stacked.asked_loop import AskedLoop
-from lightning_sparsefl.federated.local.stacked.attributes import ChangedAttributes
-from lightning_sparsefl.federated.local.stacked.fit import require_elementwise
-from lightning_sparsefl.federated.local.stacked.hooks import STACKED_HOOKS
+from lightning_sparsefl.federated.local.stacked.fitting.asked_loop import AskedLoop
+from lightning_sparsefl.federated.local.stacked.fitting.hooks import STACKED_HOOKS
+from lightning_sparsefl.federated.local.stacked.fitting.optimizers import options_of
+from lightning_sparsefl.federated.local.stacked.fitting.stack_trainer import require_elementwise
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
-from lightning_sparsefl.federated.local.stacked.optimizers import options_of
-from lightning_sparsefl.federated.local.stacked.reader import name_of_data
+from lightning_sparsefl.federated.local.stacked.reading.reader import name_of_data
 from lightning_sparsefl.federated.local.stacked.reasons import reason_of
+from lightning_sparsefl.federated.local.stacked.states.attributes import ChangedAttributes
+from lightning_sparsefl.federated.local.stacked.states.undo import ModuleStates, attributes_kept, differing_value
 from lightning_sparsefl.federated.local.stacked.trials.step_trial import (
     ALONE,
     EXACT,
@@ -43,7 +44,6 @@ from lightning_sparsefl.federated.local.stacked.trials.step_trial import (
     in_double,
     moved_weights,
 )
-from lightning_sparsefl.federated.local.stacked.undo import ModuleStates, attributes_kept, differing_value
 from lightning_sparsefl.federated.local.worker import ClientWorker
 
 _DOUBLE = "64-true"

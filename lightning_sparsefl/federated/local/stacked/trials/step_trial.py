@@ -16,12 +16,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_sparsefl.data.examples import reads_here
 from lightning_sparsefl.federated.local.engines import FastEngine
-from lightning_sparsefl.federated.local.stacked.attributes import ChangedAttributes
-from lightning_sparsefl.federated.local.stacked.fit import StackedRequest, fit_stack, rewind
-from lightning_sparsefl.federated.local.stacked.leaves import layout_of
+from lightning_sparsefl.federated.local.stacked.fitting.fit import StackedRequest, fit_stack, rewind
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
-from lightning_sparsefl.federated.local.stacked.reader import ClientReader, reader_of
-from lightning_sparsefl.federated.local.stacked.undo import objects_kept
+from lightning_sparsefl.federated.local.stacked.reading.reader import ClientReader, reader_of
+from lightning_sparsefl.federated.local.stacked.states.attributes import ChangedAttributes
+from lightning_sparsefl.federated.local.stacked.states.leaves import layout_of
+from lightning_sparsefl.federated.local.stacked.states.undo import objects_kept
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.sparse.attributes import attribute_replaced

@@ -16,10 +16,10 @@ from torchmetrics.utilities.compute import normalize_logits_if_needed
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
 from lightning_sparsefl.errors import ClientFailed
 from lightning_sparsefl.federated.local.stacked import functorch
-from lightning_sparsefl.federated.local.stacked.leaves import unwrapped
 from lightning_sparsefl.federated.local.stacked.metrics.functional import functions_for_clients
 from lightning_sparsefl.federated.local.stacked.metrics.states import MetricStates
 from lightning_sparsefl.federated.local.stacked.rules import LayerRules
+from lightning_sparsefl.federated.local.stacked.states.leaves import unwrapped
 from tests.federated.local.stacked.test_odd_modules import Data, Plain, check, said_alone
 
 pytestmark = pytest.mark.filterwarnings(

@@ -18,7 +18,7 @@ from helpers.device import DEVICE
 from helpers.networks import module_for
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedProx, FedRep
 from lightning_sparsefl.data import IID, Dirichlet, FederatedDigits
-from lightning_sparsefl.federated.local.stacked.fit import StackedFit
+from lightning_sparsefl.federated.local.stacked.fitting.fit import StackedFit
 from lightning_sparsefl.federated.local.stacked.recording import recorder
 from lightning_sparsefl.federated.local.stacked.recording.captured import CapturedOperations
 from lightning_sparsefl.federated.local.stacked.recording.effects import Effects

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from lightning_sparsefl.data.examples import Examples
-from lightning_sparsefl.federated.local.stacked.attributes import ChangedAttributes
 from lightning_sparsefl.federated.local.stacked.scoring.evaluation import EvaluationRequest, readable_in_order
 from lightning_sparsefl.federated.local.stacked.scoring.evaluator import StackEvaluator
+from lightning_sparsefl.federated.local.stacked.states.attributes import ChangedAttributes
 
 
 def request(samples, batch_size=10):

@@ -15,8 +15,8 @@ from torch.utils.data import TensorDataset
 from lightning_sparsefl.data import FederatedBlobs, FederatedDataset
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.local_options import LocalOptions
-from lightning_sparsefl.federated.local.stacked.attributes import ChangedAttributes
 from lightning_sparsefl.federated.local.stacked.rules import LayerRules
+from lightning_sparsefl.federated.local.stacked.states.attributes import ChangedAttributes
 from lightning_sparsefl.federated.local.stacked.trials import stacking_trial as trial_module
 from lightning_sparsefl.federated.local.stacked.trials.stacking_trial import StackingTrial
 from lightning_sparsefl.federated.local.stacked.trials.step_trial import ALONE, StepTrial, in_double

@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_leaves
 from lightning_sparsefl.federated.exchange.failures import is_out_of_memory
 from lightning_sparsefl.federated.local.fast.hooks import Hooks
 from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
-from lightning_sparsefl.federated.local.stacked.attributes import AttributeRows
-from lightning_sparsefl.federated.local.stacked.leaves import StackedModule
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
 from lightning_sparsefl.federated.local.stacked.metrics.states import MetricRows
+from lightning_sparsefl.federated.local.stacked.reading.stack_reader import samples_of
 from lightning_sparsefl.federated.local.stacked.reasons import reason_of
-from lightning_sparsefl.federated.local.stacked.stack_reader import samples_of
-from lightning_sparsefl.federated.local.stacked.undo import ModuleStates
+from lightning_sparsefl.federated.local.stacked.states.attributes import AttributeRows
+from lightning_sparsefl.federated.local.stacked.states.leaves import StackedModule
+from lightning_sparsefl.federated.local.stacked.states.undo import ModuleStates
 
 _TIMES = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
 TRAINING_HOOKS = frozenset(("on_fit_start", *(f"on_train_{time}" for time in _TIMES)))

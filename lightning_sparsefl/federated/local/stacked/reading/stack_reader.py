@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightning_sparsefl.data.examples import Examples
 from lightning_sparsefl.federated.local.fast.device_samples import DeviceSamples
-from lightning_sparsefl.federated.local.stacked.leaves import layout_of, map_tensors, stack_trees
-from lightning_sparsefl.federated.local.stacked.reader import ClientReader, ExamplesReader
+from lightning_sparsefl.federated.local.stacked.reading.reader import ClientReader, ExamplesReader
+from lightning_sparsefl.federated.local.stacked.states.leaves import layout_of, map_tensors, stack_trees
 
 
 def equal_ranges(keys: Sequence[Hashable]) -> list[tuple[int, int]]:

@@ -12,8 +12,8 @@ from lightning_sparsefl import FederatedTrainer, Federation, FedLPS, FedNova, Fe
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.federated.distributed.stacks import compose_evaluations
 from lightning_sparsefl.federated.local.stacked import worker
-from lightning_sparsefl.federated.local.stacked.optimizers import StackedOptimizer
-from lightning_sparsefl.federated.local.stacked.undo import CallbackStates
+from lightning_sparsefl.federated.local.stacked.fitting.optimizers import StackedOptimizer
+from lightning_sparsefl.federated.local.stacked.states.undo import CallbackStates
 from lightning_sparsefl.federated.rounds import cohort
 
 ALGORITHMS = [FedNova(), SpaFL(), FedPM(), FedLPS(refresh="round")]

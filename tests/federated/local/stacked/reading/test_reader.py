@@ -11,8 +11,8 @@ from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
 from lightning_sparsefl.data import FederatedBlobs, FederatedDataset
 from lightning_sparsefl.federated.local.fast.device_samples import DeviceSamples
 from lightning_sparsefl.federated.local.stacked import worker
-from lightning_sparsefl.federated.local.stacked.reader import name_of_data, reader_of
-from lightning_sparsefl.federated.local.stacked.stack_reader import stack_reader
+from lightning_sparsefl.federated.local.stacked.reading.reader import name_of_data, reader_of
+from lightning_sparsefl.federated.local.stacked.reading.stack_reader import stack_reader
 
 
 class Patients(Dataset):

@@ -21,13 +21,11 @@ from lightning_sparsefl.federated.exchange.flat import weight_parameters
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.fast.direct_calls import run_backward
 from lightning_sparsefl.federated.local.fast.steps import StepCaller, step_schedulers
-from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
 from lightning_sparsefl.federated.local.isolation import Settings, restore_trainer_refs
 from lightning_sparsefl.federated.local.round_lr import ScaleLearningRates
-from lightning_sparsefl.federated.local.stacked.asked_loop import AskedLoop
-from lightning_sparsefl.federated.local.stacked.attributes import ChangedAttributes
 from lightning_sparsefl.federated.local.stacked.batch_pass import BatchPass
-from lightning_sparsefl.federated.local.stacked.hooks import (
+from lightning_sparsefl.federated.local.stacked.fitting.asked_loop import AskedLoop
+from lightning_sparsefl.federated.local.stacked.fitting.hooks import (
     BATCH_HOOKS,
     GRADIENT_HOOKS,
     TRAINING_HOOKS,
@@ -37,17 +35,19 @@ from lightning_sparsefl.federated.local.stacked.hooks import (
     require_plain,
     to_device,
 )
-from lightning_sparsefl.federated.local.stacked.leaves import StackedModule, shared_names, tensors_of
+from lightning_sparsefl.federated.local.stacked.fitting.optimizers import StackedOptimizer, clip, options_of
+from lightning_sparsefl.federated.local.stacked.fitting.stack_trainer import StackTrainer, require_elementwise
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
 from lightning_sparsefl.federated.local.stacked.metrics.functional import functions_for_clients
 from lightning_sparsefl.federated.local.stacked.metrics.states import MetricRows, MetricStates
-from lightning_sparsefl.federated.local.stacked.optimizers import ELEMENTWISE, StackedOptimizer, clip, options_of
-from lightning_sparsefl.federated.local.stacked.reader import ClientReader
+from lightning_sparsefl.federated.local.stacked.reading.reader import ClientReader
+from lightning_sparsefl.federated.local.stacked.reading.stack_reader import equal_ranges, samples_of, stack_reader
 from lightning_sparsefl.federated.local.stacked.recording.recorded_step import TrainingPass
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder, is_same_structure, structure_of
 from lightning_sparsefl.federated.local.stacked.rules import KEPT_ELSEWHERE, OtherTensors
-from lightning_sparsefl.federated.local.stacked.stack_reader import equal_ranges, samples_of, stack_reader
-from lightning_sparsefl.federated.local.stacked.undo import ModuleStates, require_same_settings
+from lightning_sparsefl.federated.local.stacked.states.attributes import ChangedAttributes
+from lightning_sparsefl.federated.local.stacked.states.leaves import StackedModule, shared_names, tensors_of
+from lightning_sparsefl.federated.local.stacked.states.undo import ModuleStates, require_same_settings
 from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.types import Masks, Weights
 
@@ -75,53 +75,6 @@ class StackedRequest:
     """Last value of each logged key."""
     steps: int = 0
     """Number of optimizer steps taken."""
-
-
-class StackTrainer(FastTrainer):
-    """Trainer that a module sees in a stack; the arguments are those of :class:`FastTrainer`.
-
-    Attributes:
-        steps: Whether a step or a scheduler runs, which cannot have the logged values of one client.
-    """
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self.steps = False
-        super().__init__(*args, **options)
-
-    @contextmanager
-    def for_all(self) -> Iterator[None]:
-        """Refuse to read logged values within the context, in which code of the module runs for all clients."""
-        self.steps = True
-        try:
-            yield
-        finally:
-            self.steps = False
-
-    def _require_no_step(self, name: str) -> None:
-        if self.steps:
-            raise NotStackable(f"asks for `trainer.{name}`, of which each client has its own")
-
-    @property
-    def callback_metrics(self) -> dict[str, Tensor]:
-        """The last value of each logged key.
-
-        Raises:
-            NotStackable: Within a step, as for the values of loggers and of the progress bar.
-        """
-        self._require_no_step("callback_metrics")
-        return super().callback_metrics
-
-    @property
-    def logged_metrics(self) -> dict[str, Tensor]:
-        """The values last sent to the loggers."""
-        self._require_no_step("logged_metrics")
-        return super().logged_metrics
-
-    @property
-    def progress_bar_metrics(self) -> dict[str, float]:
-        """The values logged with `prog_bar=True`."""
-        self._require_no_step("progress_bar_metrics")
-        return super().progress_bar_metrics
 
 
 class _Part(NamedTuple):
@@ -682,22 +635,3 @@ def stacked_fit(
             raise
         finally:
             fit.release()
-
-
-def require_elementwise(trainer: Any) -> None:
-    """Raise :class:`NotStackable` unless the optimizer treats all numbers alike, and the schedulers all clients.
-
-    Args:
-        trainer: Trainer whose optimizers are set up.
-    """
-    if len(trainer.optimizers) != 1 or type(trainer.optimizers[0]) not in ELEMENTWISE:
-        kinds = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
-        raise NotStackable(f"is followed by the optimizer {kinds}, which is not known to treat all weights alike")
-    optimizer = trainer.optimizers[0]
-    patched = vars(optimizer).get("step")
-    if (patched is not None and not hasattr(patched, "_wrapped_by_lr_sched")) or (
-        optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    ):
-        raise NotStackable("is followed by an optimizer with hooks or with another `step` of its own")
-    if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
-        raise NotStackable("is followed by a ReduceLROnPlateau, which gives each client another learning rate")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_sparsefl.federated.local.stacked.optimizers import StackedOptimizer
+from lightning_sparsefl.federated.local.stacked.fitting.optimizers import StackedOptimizer
 
 SIZE = 3
 OPTIMIZERS = {

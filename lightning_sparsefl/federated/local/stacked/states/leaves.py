@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lightning_sparsefl.federated.local.isolation import tell_contents
 from lightning_sparsefl.federated.local.stacked import functorch
-from lightning_sparsefl.federated.local.stacked.attributes import AttributeRows, AttributeStates
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 from lightning_sparsefl.federated.local.stacked.rules import FlatViews, LayerRules, OtherTensors
+from lightning_sparsefl.federated.local.stacked.states.attributes import AttributeRows, AttributeStates
 
 Slot = tuple[dict[str, Any], str, str]
 """A table of a submodule, the name in it, and the full name of the tensor."""

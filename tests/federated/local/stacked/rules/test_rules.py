@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_sparsefl.federated.local.stacked.leaves import StackedModule
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
-from lightning_sparsefl.federated.local.stacked.rules import _RULES
+from lightning_sparsefl.federated.local.stacked.rules.mode import RULES
+from lightning_sparsefl.federated.local.stacked.states.leaves import StackedModule
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop.*:UserWarning")
 SIZE = 3
@@ -214,7 +214,7 @@ def test_the_module_holds_its_own_tensors_after_an_error():
 
 
 def test_the_rules_are_of_functions_that_layers_call():
-    assert {F.linear, F.conv2d, torch.conv2d, F.batch_norm, F.cross_entropy, torch.relu} <= _RULES.keys()
+    assert {F.linear, F.conv2d, torch.conv2d, F.batch_norm, F.cross_entropy, torch.relu} <= RULES.keys()
 
 
 def test_numbers_are_counted_for_all_clients_at_once():

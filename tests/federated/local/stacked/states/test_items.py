@@ -30,12 +30,12 @@ from lightning_sparsefl.callbacks.stacking.rows import _of_one
 from lightning_sparsefl.data import Dirichlet, FederatedDataset
 from lightning_sparsefl.data.examples import reads_here
 from lightning_sparsefl.federated.local.stacked import worker
-from lightning_sparsefl.federated.local.stacked.leaves import layout_of, stack_trees
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
-from lightning_sparsefl.federated.local.stacked.reader import ClientReader, reader_of
+from lightning_sparsefl.federated.local.stacked.reading.reader import ClientReader, reader_of
+from lightning_sparsefl.federated.local.stacked.reading.stack_reader import StackReader, samples_of
 from lightning_sparsefl.federated.local.stacked.scoring.evaluation import EvaluationRequest, readable_in_order
 from lightning_sparsefl.federated.local.stacked.scoring.evaluator import StackEvaluator
-from lightning_sparsefl.federated.local.stacked.stack_reader import StackReader, samples_of
+from lightning_sparsefl.federated.local.stacked.states.leaves import layout_of, stack_trees
 from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
 
 Pair = namedtuple("Pair", ["features", "target"])

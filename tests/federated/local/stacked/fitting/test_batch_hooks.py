@@ -11,7 +11,7 @@ from torchmetrics import MeanMetric
 
 from lightning_sparsefl import FedAvg, FedDIP, FedLPS, FedSpa, PerFedAvg, PerFedMask, SplitMix
 from tests.federated.local.stacked import test_odd_modules as odd
-from tests.federated.local.stacked.test_module_hooks import Raised
+from tests.federated.local.stacked.fitting.test_module_hooks import Raised
 from tests.federated.local.stacked.test_odd_modules import Plain, check, check_alone, said_alone
 
 

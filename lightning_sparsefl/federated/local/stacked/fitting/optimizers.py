@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_sparsefl.federated.local.fast.direct_calls import step_optimizer
 from lightning_sparsefl.federated.local.stacked.fused import choose_kernel, may_be_fused
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
-from lightning_sparsefl.federated.local.stacked.stack_reader import equal_ranges
+from lightning_sparsefl.federated.local.stacked.reading.stack_reader import equal_ranges
 
 ELEMENTWISE: frozenset[type] = frozenset(
     getattr(torch.optim, name)

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from lightning_sparsefl import APFL, FedSpa, PerFedAvg, PFedMe
 from lightning_sparsefl.federated.local import isolation
 from lightning_sparsefl.federated.local.stacked import functorch
-from lightning_sparsefl.federated.local.stacked.attributes import AttributeStates
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
+from lightning_sparsefl.federated.local.stacked.states.attributes import AttributeStates
 from tests.federated.local.stacked.test_odd_modules import Plain, check, fit, said_alone
 
 

@@ -1,0 +1,1 @@
+"""The fit of several clients as one: loop, hooks and optimizer."""

@@ -1,0 +1,1 @@
+"""Batches of several clients as one."""

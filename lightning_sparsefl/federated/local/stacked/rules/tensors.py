@@ -1,0 +1,173 @@
+"""Rules of functions of tensors: shapes, indices, reductions, and those that read a number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_sparsefl.federated.local.stacked import functorch
+from lightning_sparsefl.federated.local.stacked.logs import NotStackable
+from lightning_sparsefl.federated.local.stacked.rules.mode import (
+    LEAVES_TORCH,
+    READS_NUMBER,
+    LayerRules,
+    Rule,
+    rule_for,
+)
+
+
+class _Flatten(torch.autograd.Function):
+    """Flattening of images whose gradient lies in memory as they do.
+
+    Without it, the backward pass of an activation before it reads two layouts at once, which takes ten times as long as
+    a copy.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, images: Tensor) -> Tensor:
+        ctx.shape = images.shape[2:]
+        return images.flatten(2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        grad = grads[0].reshape(*grads[0].shape[:2], *ctx.shape)
+        return grad.permute(1, 3, 4, 0, 2).contiguous().permute(3, 0, 4, 1, 2)
+
+
+@rule_for(Tensor.view, Tensor.reshape, torch.reshape)
+def _view(rules: LayerRules, input: Any, *sizes: Any, **options: Any) -> Any:
+    """Flatten images as `_flatten` does, whose layout ``view`` would refuse."""
+    given = (*sizes, *options.values())  # `shape=`, `dtype=`
+    sizes = given[0] if len(given) == 1 else given
+    if not functorch.is_batched(input) or input.dim() != 4 or not isinstance(sizes, (tuple, list)) or len(sizes) != 2:
+        return NotImplemented
+    samples, *image = input.shape
+    whole = (samples, math.prod(image))
+    wanted = [size in (-1, own) for size, own in zip(sizes, whole, strict=True)]
+    if not all(wanted) or tuple(sizes) == (-1, -1):
+        return NotImplemented
+    return _flatten(rules, input, 1)
+
+
+@rule_for(Tensor.requires_grad.__get__)  # type: ignore[attr-defined]
+def _requires_grad(rules: LayerRules, input: Any) -> Any:
+    """Return whether gradients flow to a tensor, which those of a level do not show."""
+    if not functorch.is_batched(input):
+        return NotImplemented
+    return functorch.unwrap(input, rules.level)[0].requires_grad
+
+
+@rule_for(Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+def _set_requires_grad(rules: LayerRules, input: Any, value: Any) -> Any:
+    """Refuse to freeze or to train a tensor of a level, which would not change its gradients."""
+    if not functorch.is_batched(input):
+        return NotImplemented
+    if bool(value) != _requires_grad(rules, input):
+        raise NotStackable("sets `requires_grad` of a tensor")
+    return None
+
+
+@rule_for(Tensor.index_fill, Tensor.index_fill_, torch.index_fill)
+def _index_fill(rules: LayerRules, input: Any, dim: Any, index: Any, *value: Any, **options: Any) -> Any:
+    """Refuse positions of each client; the rule of ``vmap`` (2.15) takes negative ones for those of another client."""
+    if functorch.is_batched(index):
+        raise NotStackable("uses `index_fill` with positions that differ between clients")
+    return NotImplemented
+
+
+@rule_for(F.one_hot)
+def _one_hot(rules: LayerRules, tensor: Any, num_classes: int = -1) -> Any:
+    """Mark the classes of all clients; ``vmap`` takes a negative class for none, which is an error alone."""
+    classes = rules.open(tensor)
+    if classes is None or num_classes < 0:
+        return NotImplemented
+    zeros = classes.new_zeros(*classes.shape, num_classes)
+    return rules.close(zeros.scatter(-1, classes.unsqueeze(-1), 1))
+
+
+@rule_for(Tensor.__setitem__)
+def _set_marked(rules: LayerRules, input: Any, index: Any, value: Any) -> Any:
+    """Write a number where a boolean tensor is true; before torch 2.15, ``vmap`` takes that for a choice of entries."""
+    tensor, marked = rules.open(input), rules.open(index)
+    if tensor is None or marked is None or marked.dtype is not torch.bool or not isinstance(value, (int, float)):
+        return NotImplemented
+    if marked.shape != tensor.shape:
+        return NotImplemented
+    tensor.masked_fill_(marked, value)
+    return None
+
+
+@rule_for(torch.bincount, Tensor.bincount)
+def _bincount(rules: LayerRules, input: Any, weights: Any = None, minlength: int = 0) -> Any:
+    """Count the numbers of all clients; ``vmap`` does so client by client. One beyond `minlength` is an error here."""
+    numbers = rules.open(input)
+    if numbers is None or weights is not None or minlength <= 0:
+        return NotImplemented
+    zeros = torch.zeros(len(numbers), minlength, dtype=torch.long, device=numbers.device)
+    return rules.close(zeros.scatter_add(1, numbers.long(), torch.ones_like(numbers, dtype=torch.long)))
+
+
+def _extreme(reduce: Callable[..., Tensor]) -> Rule:
+    """Return a rule that divides the gradient evenly among equal extremes, as without clients."""
+
+    def rule(rules: LayerRules, input: Any, *args: Any, **options: Any) -> Any:
+        values = None if args or options else rules.open(input)
+        return NotImplemented if values is None else rules.close(reduce(values.reshape(len(values), -1), 1))
+
+    return rule
+
+
+rule_for(torch.max, Tensor.max)(_extreme(torch.amax))
+rule_for(torch.min, Tensor.min)(_extreme(torch.amin))
+
+
+def _refusal(clause: str) -> Rule:
+    def refuse(rules: LayerRules, input: Any) -> Any:
+        if functorch.is_batched(input):
+            raise NotStackable(clause)
+        return NotImplemented
+
+    return refuse
+
+
+rule_for(Tensor.grad.__get__)(_refusal("reads the gradient (`grad`) of a tensor"))  # type: ignore[union-attr]
+rule_for(Tensor.is_leaf.__get__)(_refusal("asks whether a tensor is a leaf"))  # type: ignore[attr-defined]
+
+
+_read = _refusal(READS_NUMBER)
+rule_for(Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.tolist)(_read)
+rule_for(Tensor.numpy)(_refusal(LEAVES_TORCH))
+BRANCHES = (Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero, Tensor.item)
+"""Functions that let code branch on the value of a tensor."""
+
+
+@rule_for(*BRANCHES[:3])
+def _truth(rules: LayerRules, input: Any) -> Any:
+    """Return the answer to a question about values if it is the same for all clients, who then take the same branch."""
+    values = rules.open(input)
+    if values is None or values.numel() != len(values):
+        return NotImplemented
+    answers = set(map(bool, values.flatten().tolist()))
+    if len(answers) > 1:
+        raise NotStackable("branches on the value of a tensor, which differs between clients")
+    return answers.pop()
+
+
+@rule_for(Tensor.item)
+def _item(rules: LayerRules, input: Any) -> Any:
+    """Return a truth value as a number of Python; see :func:`_truth`."""
+    return _truth(rules, input) if input.dtype is torch.bool else _read(rules, input)
+
+
+@rule_for(Tensor.flatten, torch.flatten)
+def _flatten(rules: LayerRules, input: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
+    """Flatten images of shape (B, C, H, W) to (B, C * H * W) by one copy to the layout of a linear layer."""
+    if not functorch.is_batched(input) or input.dim() != 4 or (start_dim, end_dim) not in ((1, -1), (1, 3)):
+        return NotImplemented
+    images = rules.open(input)
+    return NotImplemented if images is None else rules.close(_Flatten.apply(images))
