@@ -12,9 +12,7 @@ from torch import nn
 
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.local.engines import FastEngine
-from lightning_sparsefl.federated.local.fast.support import overridden
 from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
-from lightning_sparsefl.federated.local.stacked.fitting.hooks import GRADIENT_HOOKS
 from lightning_sparsefl.federated.local.stacked.worker import StackedWorker, memory_of_stacks
 from lightning_sparsefl.federated.local.worker import ClientWorker, LocalWork
 from lightning_sparsefl.federated.options import Federation
@@ -84,8 +82,6 @@ def _may_gain(
     if federation.clients_per_round < _FEWEST or size == 1:
         return False
     if federation.client_timeout is not None or any(isinstance(child, _SLOW) for child in module.modules()):
-        return False
-    if GRADIENT_HOOKS & overridden(module):  # a call of one for each client takes longer than a stack saves
         return False
     weights = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     two = 2 * 3 * weights  # with gradients and an optimizer's state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
 from helpers.networks import Classifier
@@ -132,11 +133,16 @@ class WeightNormed(Classifier):
 
 class LogsSlopes(Classifier):
     def on_before_optimizer_step(self, optimizer):
-        self.log("slope", self.net[0].weight.grad.norm())
+        self.log_dict(grad_norm(self.net, norm_type=2))
+
+
+class ReadsSlopes(Classifier):
+    def on_before_optimizer_step(self, optimizer):
+        self.log("slope", float(self.net[0].weight.grad.norm()))
 
 
 ALONE = {
-    "a hook for each client": {"module": LogsSlopes},
+    "a hook for each client": {"module": ReadsSlopes},
     "few clients": {"per_round": 2},
     "stacks of one": {"stack_size": 1},
     "a clock of each client": {"client_timeout": 100.0},
@@ -161,6 +167,10 @@ def test_auto_trains_one_client_after_another_without_a_warning(case, fit, caplo
 
 def test_a_size_of_the_user_holds(fit):
     assert fit(stack_size=6)[0] == [6]
+
+
+def test_a_module_that_logs_norms_of_gradients_is_stacked(fit):
+    assert fit(module=LogsSlopes)[0] == [3, 3]
 
 
 def test_methods_of_this_package_are_stacked(fit):

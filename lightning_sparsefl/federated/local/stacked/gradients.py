@@ -18,7 +18,7 @@ from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.stacked.fitting.fit import StackedRequest, rewind, stacked_fit
 from lightning_sparsefl.federated.local.stacked.reading.reader import reader_of
 from lightning_sparsefl.federated.local.stacked.reasons import reason_of
-from lightning_sparsefl.federated.local.stacked.states.attributes import ChangedAttributes
+from lightning_sparsefl.federated.local.stacked.states.findings import Findings
 from lightning_sparsefl.federated.local.stacked.states.undo import attributes_kept
 from lightning_sparsefl.federated.local.stacked.trials.step_trial import EXACT, ROUNDED, difference, moved_weights
 from lightning_sparsefl.federated.local.worker import ClientWorker
@@ -39,11 +39,11 @@ class StackGradients:
     Args:
         worker: Worker whose engine, module and data are used.
         asked: Whether the user has asked for stacks, and is told what cannot be stacked.
-        changed: Attributes that are known to be changed by steps; others that are found are added.
+        findings: What is known of the module's steps and hooks; what else is found is added.
     """
 
-    def __init__(self, worker: ClientWorker, asked: bool, changed: ChangedAttributes) -> None:
-        self._worker, self._asked, self._changed, self._tried = worker, asked, changed, False
+    def __init__(self, worker: ClientWorker, asked: bool, findings: Findings) -> None:
+        self._worker, self._asked, self._findings, self._tried = worker, asked, findings, False
         self._reason: str | None = None
         """Why gradients are not computed as stacks, as a clause; None if they are."""
 
@@ -95,8 +95,8 @@ class StackGradients:
                 self._tell(f"`{type(worker.module).__name__}.training_step` {reason_of(error)}")
 
     def _differentiate(self, requests: Sequence[GradientRequest]) -> None:
-        engine, module, changed = cast(FastEngine, self._worker.engine), self._worker.module, self._changed
-        changed.repeat(lambda: differentiate_stack(engine, module, requests, changed), lambda: rewind(requests))
+        engine, module, findings = cast(FastEngine, self._worker.engine), self._worker.module, self._findings
+        findings.repeat(lambda: differentiate_stack(engine, module, requests, findings), lambda: rewind(requests))
 
     def _tell(self, clause: str) -> None:
         _messages.warn(f"The clients' gradients are computed one after another, since {clause}.")
@@ -134,7 +134,7 @@ def _request(client: int, key: tuple[int | str, ...], weights: Weights, loader: 
 
 
 def differentiate_stack(
-    engine: FastEngine, module: LightningModule, requests: Sequence[GradientRequest], changed: ChangedAttributes
+    engine: FastEngine, module: LightningModule, requests: Sequence[GradientRequest], findings: Findings
 ) -> None:
     """Compute the gradients of several clients as one, in evaluation mode.
 
@@ -142,9 +142,9 @@ def differentiate_stack(
         engine: Engine that computes the gradient of a client alone, whose options hold for the stack.
         module: Module of the user; left as it was.
         requests: Requests of the clients.
-        changed: Attributes that are known to be changed by steps.
+        findings: What is known of the module's steps and hooks.
     """
     with modes_restored(module):
         module.eval()
-        with stacked_fit(engine, module, None, requests, changed) as fit:
+        with stacked_fit(engine, module, None, requests, findings) as fit:
             fit.differentiate()

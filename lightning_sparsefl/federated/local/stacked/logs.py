@@ -62,6 +62,19 @@ class ChangesAttribute(NotStackable):
         self.attributes = attributes
 
 
+class SeesOneClient(NotStackable):
+    """A hook of the module cannot see the gradients of several clients at once.
+
+    Args:
+        clause: Clause that says what the hook does.
+        hook: Name of the hook.
+    """
+
+    def __init__(self, clause: str, hook: str) -> None:
+        super().__init__(clause)
+        self.hook = hook
+
+
 @dataclass
 class _Entry:
     """Values of one key."""

@@ -76,10 +76,10 @@ class StackedWorker(ClientWorker):
         self._recorders = tuple(PassRecorder(self.module, capture) if records else None for _ in range(2))
         """Recorders of the fits and of the evaluations."""
         numbers = self._trial.activations / self._trial.samples
-        changed = self._trial.changed
-        self._gradients = StackGradients(self, asked, changed)
+        findings = self._trial.findings
+        self._gradients = StackGradients(self, asked, findings)
         room = self._budget // self._element
-        self._evaluator = StackEvaluator(self, numbers, room, asked, changed, self._recorders[1])
+        self._evaluator = StackEvaluator(self, numbers, room, asked, findings, self._recorders[1])
 
     @property
     def can_stack(self) -> bool:
@@ -88,8 +88,8 @@ class StackedWorker(ClientWorker):
 
     @property
     def loops(self) -> bool:
-        """Whether a function of the training step is done for one client of a stack after another."""
-        return self._trial.loops
+        """Whether a function of the training step, or a hook, is called for one client of a stack after another."""
+        return self._trial.loops or bool(self._trial.findings.hooks)
 
     @property
     def reason(self) -> str | None:
@@ -343,7 +343,7 @@ class StackedWorker(ClientWorker):
             rewind(group)
 
         try:
-            self._trial.changed.repeat(lambda: self._fit_stack(group), undo)
+            self._trial.findings.repeat(lambda: self._fit_stack(group), undo)
         except Exception as error:
             undo()
             if isinstance(error, InvalidOption):
@@ -384,7 +384,7 @@ class StackedWorker(ClientWorker):
         if units is not None:  # narrow models of equal keys differ in their weights alone
             module, recorder = cast(LightningModule, cut(module, self.units, units)), None
         with self._warning_once():
-            fit_stack(cast(FastEngine, self.engine), module, self.data, requests, self._trial.changed, recorder)
+            fit_stack(cast(FastEngine, self.engine), module, self.data, requests, self._trial.findings, recorder)
 
 
 def memory_of_stacks(device: torch.device) -> int:

@@ -190,6 +190,25 @@ class PenaltyOfTrained(Plain):
 
 
 @stacked
+class ReadsData(Plain):
+    """Reads numbers without their history by `data`, as older code does."""
+
+    def training_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        hits = logits.data.max(1)[1] == batch[1].data
+        self.log("hits", hits.double().mean(), on_step=False, on_epoch=True)
+        return F.cross_entropy(logits, batch[1]) * (1 + self.net[0].weight.data.norm())
+
+
+@alone("writes in place into a tensor that all clients share")
+class WritesItsWeightsByData(Plain):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.net[2].weight.data.mul_(0.9)
+        return loss
+
+
+@stacked
 class PenaltyOfParameters(Plain):
     def training_step(self, batch, batch_idx):
         found = [weight for weight in self.net[0]._parameters.values() if isinstance(weight, nn.Parameter)]

@@ -32,12 +32,13 @@ from lightning_sparsefl.federated.local.stacked.fitting.hooks import (
     ClientView,
     call_for_each,
     call_hook,
+    call_with_gradients,
     require_plain,
     to_device,
 )
 from lightning_sparsefl.federated.local.stacked.fitting.optimizers import StackedOptimizer, clip, options_of
 from lightning_sparsefl.federated.local.stacked.fitting.stack_trainer import StackTrainer, require_elementwise
-from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
+from lightning_sparsefl.federated.local.stacked.logs import NotStackable, SeesOneClient, StackedLog
 from lightning_sparsefl.federated.local.stacked.metrics.functional import functions_for_clients
 from lightning_sparsefl.federated.local.stacked.metrics.states import MetricRows, MetricStates
 from lightning_sparsefl.federated.local.stacked.reading.reader import ClientReader
@@ -45,7 +46,7 @@ from lightning_sparsefl.federated.local.stacked.reading.stack_reader import equa
 from lightning_sparsefl.federated.local.stacked.recording.recorded_step import TrainingPass
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder, is_same_structure, structure_of
 from lightning_sparsefl.federated.local.stacked.rules import KEPT_ELSEWHERE, OtherTensors
-from lightning_sparsefl.federated.local.stacked.states.attributes import ChangedAttributes
+from lightning_sparsefl.federated.local.stacked.states.findings import Findings
 from lightning_sparsefl.federated.local.stacked.states.leaves import StackedModule, shared_names, tensors_of
 from lightning_sparsefl.federated.local.stacked.states.undo import ModuleStates, require_same_settings
 from lightning_sparsefl.seeds import seed_all
@@ -94,7 +95,7 @@ class StackedFit:
     Args:
         trainer: Trainer that the module sees, without callbacks and loggers.
         requests: Requests of the clients, by falling number of samples.
-        changed: Attributes that are known to be changed by steps, which are then not recorded.
+        findings: What is known of the module's steps and hooks; steps that change attributes are not recorded.
         recorder: Recorder of the module's steps; None = each batch calls the training step.
     """
 
@@ -102,7 +103,7 @@ class StackedFit:
         self,
         trainer: StackTrainer,
         requests: Sequence[StackedRequest],
-        changed: ChangedAttributes,
+        findings: Findings,
         recorder: PassRecorder | None = None,
     ) -> None:
         self.trainer, self.requests = trainer, requests
@@ -117,7 +118,7 @@ class StackedFit:
             (stacked(chain, self.module, totals), chain) for chain, kind in kinds if kind is not ScaleLearningRates
         ]
         views = any(callback.views_module for callback, _ in self._callbacks)
-        self.whole = StackedModule(self.module, self.size, self._shared(), () if views else changed.names)
+        self.whole = StackedModule(self.module, self.size, self._shared(), () if views else findings.attributes)
         self._batches = max(request.reader.batches for request in requests)
         self.loop = AskedLoop(trainer, None, None, requests[0].epochs, -1)
         acts = any(callback.acts_in_pass for callback, _ in self._callbacks)
@@ -127,9 +128,11 @@ class StackedFit:
         own_rates = any(callback.changes_rates for callback, _ in self._callbacks)
         if own_rates and GRADIENT_HOOKS & trainer.hooks.overridden:
             raise NotStackable("is followed by a hook that sees learning rates, of which each client has its own")
-        self._recorder = None if acts or changed.names or sees_batches else recorder
+        self._recorder = None if acts or findings.attributes or sees_batches else recorder
         self._parts: dict[tuple[int, int], _Part] = {}
         """Clients that have stepped together, by the first place and the place after the last one."""
+        self._called_for_each = frozenset(findings.hooks)
+        """Hooks of the module that are called for each client."""
         self._hooked = False
         """Whether hooks of the module have been called since the last batch."""
         self._states: ModuleStates | None = None
@@ -366,35 +369,51 @@ class StackedFit:
         return output
 
     def _gradient_hook(self, name: str, one: BatchPass, **options: Any) -> None:
-        """Call a hook of the module that sees gradients for each client of a batch, if the module overrides it."""
+        """Call a hook of the module that sees gradients for the clients of a batch, if the module overrides it."""
         if name not in self.trainer.hooks.overridden:
             return
-        low, high, leaves = one.metrics.low, one.metrics.high, one.leaves.values()
-        tensors = [one.part.view(place) for place in range(high - low)]
-        given: list[tuple[Any, ...]] = [()] * len(tensors)
-        if name != "on_after_backward":
-            known = self.whole.leaves
-            given = [(self.optimizer.view({known[key]: own[key] for key in known}),) for own in tensors]
-        written = _versions(leaves)
-        views, samples = self._views(low, tensors, given), partial(samples_of, one.batch)
-        with self._for_all(), self._structure_kept():
-            call_for_each(name, self.trainer.hooks, one.part, views, self.log, samples, **options)
-        if _versions(leaves) != written:
-            raise NotStackable(f"is followed by `{name}`, which writes into weights")
-        if any(options_of(each) != options_of(self.optimizer.optimizer) for each, *_ in filter(None, given)):
-            raise NotStackable(f"is followed by `{name}`, which sets options of the optimizer, which all clients share")
-        self.loop.set_steps(self.optimizer.taken[low:high])
+        hooks, samples, leaves = self.trainer.hooks, partial(samples_of, one.batch), one.leaves.values()
+        optimizers, view, written = list[torch.optim.Optimizer](), self.optimizer.view(), _versions(leaves)
+
+        def given(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
+            if name == "on_after_backward":
+                return ()
+            optimizers.append(view({leaf: tensors[key] for key, leaf in self.whole.leaves.items()}))
+            return (optimizers[-1],)
+
+        with self._seeing_all(name):
+            with self._for_all(), self._structure_kept():
+                if name in self._called_for_each:
+                    call_for_each(name, hooks, one.part, self._views(one, given), self.log, samples, **options)
+                else:
+                    call_with_gradients(name, hooks, one.part, one.metrics, self.log, samples, given, **options)
+            if _versions(leaves) != written:
+                raise NotStackable(f"is followed by `{name}`, which writes into weights")
+            if any(options_of(each) != options_of(self.optimizer.optimizer) for each in optimizers):
+                raise NotStackable(
+                    f"is followed by `{name}`, which sets options of the optimizer, which all clients share"
+                )
+        self.loop.set_steps(self.optimizer.taken[one.metrics.low : one.metrics.high])
         self._begun_with.require_same()
         self._hooked = True
 
-    def _views(
-        self, low: int, tensors: Sequence[Mapping[str, Tensor]], given: Sequence[tuple[Any, ...]]
-    ) -> Iterator[ClientView]:
-        """Iterate over what a hook gets for each client from `low` on, whose number of steps the module then sees."""
-        for place, (own, arguments) in enumerate(zip(tensors, given, strict=True), low):
+    @contextmanager
+    def _seeing_all(self, name: str) -> Iterator[None]:
+        """Raise :class:`SeesOneClient` if a hook that is called for all clients at once fails within the context."""
+        try:
+            yield
+        except NotStackable as error:
+            if name in self._called_for_each:
+                raise
+            raise SeesOneClient(str(error), name) from error
+
+    def _views(self, one: BatchPass, given: Callable[[Mapping[str, Tensor]], tuple[Any, ...]]) -> Iterator[ClientView]:
+        """Iterate over what a hook gets for each client of a batch, whose number of steps the module then sees."""
+        for place in range(one.metrics.low, one.metrics.high):
             self.loop.set_steps(self.optimizer.taken[place : place + 1])
             rows = self.whole.attributes.states.part(place, place + 1), self._metrics.part(place, place + 1)
-            yield ClientView(own, *rows, arguments)
+            tensors = one.part.view(place - one.metrics.low)
+            yield ClientView(tensors, *rows, given(tensors))
 
     def _after_hooks(self) -> None:
         """Act on what hooks of the module may have changed: weights under masks, layers and their modes."""
@@ -584,7 +603,7 @@ def fit_stack(
     module: LightningModule,
     datamodule: Any,
     requests: Sequence[StackedRequest],
-    changed: ChangedAttributes,
+    findings: Findings,
     recorder: PassRecorder | None = None,
 ) -> bool:
     """Fit several clients as one.
@@ -594,13 +613,13 @@ def fit_stack(
         module: Module of the user; left as it was.
         datamodule: Object that becomes `trainer.datamodule`.
         requests: Requests of the clients, by falling number of samples.
-        changed: Attributes that are known to be changed by steps.
+        findings: What is known of the module's steps and hooks.
         recorder: Recorder of the module's steps; None = each batch calls the training step.
 
     Returns:
         Whether the module has asked for the number of batches.
     """
-    with stacked_fit(engine.for_epochs(requests[0].epochs), module, datamodule, requests, changed, recorder) as fit:
+    with stacked_fit(engine.for_epochs(requests[0].epochs), module, datamodule, requests, findings, recorder) as fit:
         fit.run()
     return fit.loop.asked
 
@@ -611,7 +630,7 @@ def stacked_fit(
     module: LightningModule,
     datamodule: Any,
     requests: Sequence[StackedRequest],
-    changed: ChangedAttributes,
+    findings: Findings,
     recorder: PassRecorder | None = None,
 ) -> Iterator[StackedFit]:
     """Return a fit of several clients, whose changes of the module's attributes are undone if it fails.
@@ -621,13 +640,13 @@ def stacked_fit(
         module: Module of the user; left as it was.
         datamodule: Object that becomes `trainer.datamodule`.
         requests: Requests of the clients, by falling number of samples.
-        changed: Attributes that are known to be changed by steps.
+        findings: What is known of the module's steps and hooks.
         recorder: Recorder of the module's steps; None = each batch calls the training step.
     """
     trainer = StackTrainer(engine.options, engine.fabric, module, (), (), datamodule, engine.precision, engine.samples)
     seed_all(*requests[0].key, "stack")
     with restore_trainer_refs(module, ()), trainer.running(), functions_for_clients():
-        fit = StackedFit(trainer, requests, changed, recorder)
+        fit = StackedFit(trainer, requests, findings, recorder)
         try:
             yield fit
         except Exception:

@@ -1,4 +1,4 @@
-"""Hooks of a module in a stack: called once for several clients, or, where they see gradients, for each of them."""
+"""Hooks of a module in a stack: called once for several clients, or, where that fails, for each of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TRAINING_HOOKS = frozenset(("on_fit_start", *(f"on_train_{time}" for time in _TI
 EVALUATION_HOOKS = frozenset(f"on_{stage}_{time}" for stage in ("validation", "test") for time in _TIMES)
 """Hooks of an evaluation that are called for several clients at once."""
 GRADIENT_HOOKS = frozenset(("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"))
-"""Hooks of a fit that see gradients, which are called for one client after another, so that they may read numbers."""
+"""Hooks of a fit that see gradients, which are called for one client after another if they read numbers out of them."""
 STACKED_HOOKS = TRAINING_HOOKS | GRADIENT_HOOKS | {"lr_scheduler_step"}
 """Hooks that a module whose clients train as a stack may override, besides those of the batch transfer."""
 BATCH_HOOKS = frozenset(name for name in TRAINING_HOOKS | EVALUATION_HOOKS if "_batch_" in name)
@@ -103,6 +103,41 @@ def to_device(trainer: FastTrainer, part: StackedModule, batch: Any, states: Mod
         batch = part.call(lambda own, level: hooks.to_device(own, device), batch)
     states.require_same()
     return batch
+
+
+def call_with_gradients(
+    name: str,
+    hooks: Hooks,
+    part: StackedModule,
+    metrics: MetricRows,
+    log: StackedLog,
+    samples: Callable[[], int],
+    given: Callable[[Mapping[str, Tensor]], tuple[Any, ...]],
+    **options: Any,
+) -> None:
+    """Call a hook of the module that sees gradients for several clients at once.
+
+    Args:
+        name: Name of the hook, which the module overrides.
+        hooks: Caller of the hooks.
+        part: Tensors of the clients.
+        metrics: States of the metric objects of the clients.
+        log: Receiver of what the hook logs.
+        samples: Function that returns the number of samples of each client's batch.
+        given: Function that returns the arguments of the hook for weights as the module sees them.
+        **options: Keyword arguments of the hook.
+
+    Raises:
+        NotStackable: If the hook fails for several clients at once.
+    """
+
+    def run(tensors: Mapping[str, Tensor], level: int) -> None:
+        log.level = level
+        with metrics.shown(level):
+            hooks.call_module(name, *given(tensors), **options)
+
+    with _failing_as(f"is followed by `{name}`"), log.of_hook(name, metrics.low, metrics.high, samples):
+        part.call_with_gradients(run)
 
 
 class ClientView(NamedTuple):

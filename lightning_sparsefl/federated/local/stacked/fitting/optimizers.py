@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -185,15 +185,19 @@ class StackedOptimizer:
                 group["params"] = parameters
             self.optimizer.state = state
 
-    def view(self, leaves: Mapping[Tensor, Tensor]) -> torch.optim.Optimizer:
-        """Return the optimizer of one client, as the module sees it, whose state cannot be read.
+    def view(self) -> Callable[[Mapping[Tensor, Tensor]], torch.optim.Optimizer]:
+        """Return a function that makes the optimizer which the module sees, also where that of all clients is hidden.
 
-        Args:
-            leaves: Tensors of the client, by the leaf of all clients.
+        The function takes tensors by the leaf of all clients. The state of the result cannot be read.
         """
-        optimizer = self.of(leaves)
-        optimizer.state = _StateOfAll("reads")  # type: ignore[assignment]
-        return optimizer
+        whole = self.of({leaf: leaf for leaf in self._leaves(self.optimizer)})
+
+        def view(leaves: Mapping[Tensor, Tensor]) -> torch.optim.Optimizer:
+            optimizer = _pointed_at(whole, leaves)
+            optimizer.state = _StateOfAll("reads")  # type: ignore[assignment]
+            return optimizer
+
+        return view
 
     def of(self, leaves: Mapping[Tensor, Tensor]) -> torch.optim.Optimizer:
         """Return an optimizer of some clients, without a state.
@@ -201,12 +205,9 @@ class StackedOptimizer:
         Args:
             leaves: Tensors of these clients, by the leaf of all clients.
         """
-        part = copy.copy(self.optimizer)
+        part = _pointed_at(self.optimizer, leaves)
         part.__dict__.pop("step", None)  # a scheduler has bound it to the optimizer of all clients
         part._optimizer_step_pre_hooks, part._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        part.param_groups = [
-            {**group, "params": [leaves[leaf] for leaf in group["params"]]} for group in self.optimizer.param_groups
-        ]
         part.state = type(self.optimizer.state)(dict)
         return part
 
@@ -255,6 +256,15 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         optimizer: Optimizer of all or some of a module's parameters.
     """
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def _pointed_at(optimizer: torch.optim.Optimizer, leaves: Mapping[Tensor, Tensor]) -> torch.optim.Optimizer:
+    """Return a copy of an optimizer with other tensors, and with options of its own."""
+    part = copy.copy(optimizer)
+    part.param_groups = [
+        {**group, "params": [leaves[leaf] for leaf in group["params"]]} for group in optimizer.param_groups
+    ]
+    return part
 
 
 class _OfAll:

@@ -15,10 +15,12 @@ clients as those of one batch, and images before it keep the clients in dimensio
 """
 
 from lightning_sparsefl.federated.local.stacked.rules import layers, tensors  # noqa: F401  # which register their rules
+from lightning_sparsefl.federated.local.stacked.rules.gradients import Gradients
 from lightning_sparsefl.federated.local.stacked.rules.mode import (
     KEPT_ELSEWHERE,
     LEAVES_TORCH,
     READS_NUMBER,
+    REMOVES_GRADIENT,
     FlatViews,
     LayerRules,
     OtherTensors,
@@ -33,7 +35,9 @@ __all__ = [
     "KEPT_ELSEWHERE",
     "LEAVES_TORCH",
     "READS_NUMBER",
+    "REMOVES_GRADIENT",
     "FlatViews",
+    "Gradients",
     "LayerRules",
     "OtherTensors",
     "Rule",

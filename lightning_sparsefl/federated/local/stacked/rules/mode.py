@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_sparsefl.federated.exchange.failures import in_brief, is_out_of_memory
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
+from lightning_sparsefl.federated.local.stacked.rules.gradients import Gradients
 
 Rule = Callable[..., Any]
 """Function of :class:`LayerRules` and of the arguments of the function that it replaces; may return NotImplemented."""
@@ -61,11 +62,12 @@ class LayerRules(TorchFunctionMode):
         size: Number of clients.
         level: Number of the level.
         own: Identities of the module's own tensors, which no client has.
+        gradients: Gradients of the weights; None where they cannot be seen.
     """
 
-    def __init__(self, size: int, level: int, own: Set[int] = frozenset()) -> None:
+    def __init__(self, size: int, level: int, own: Set[int] = frozenset(), gradients: Gradients | None = None) -> None:
         super().__init__()
-        self.size, self.level, self._own = size, level, own
+        self.size, self.level, self._own, self.gradients = size, level, own, gradients
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the rule of a function, or the function itself."""
@@ -150,6 +152,8 @@ READS_NUMBER = "reads a number out of a tensor (`.item()`, `float()`, `int()`)"
 """Clause of a step that needs a number of Python, of which each client has its own."""
 LEAVES_TORCH = "leaves torch (`.numpy()`)"
 """Clause of a step that goes on with the numbers in another library."""
+REMOVES_GRADIENT = "removes a gradient, or gives one to a weight without, so that steps differ"
+"""Clause of a hook that decides which weights a step changes."""
 KEPT_ELSEWHERE = "computes with parameters that it keeps elsewhere than in the module"
 """Clause of a step that reads the module's own tensors, which no client has."""
 

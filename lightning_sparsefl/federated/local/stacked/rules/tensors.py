@@ -15,6 +15,7 @@ from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 from lightning_sparsefl.federated.local.stacked.rules.mode import (
     LEAVES_TORCH,
     READS_NUMBER,
+    REMOVES_GRADIENT,
     LayerRules,
     Rule,
     rule_for,
@@ -126,6 +127,86 @@ rule_for(torch.max, Tensor.max)(_extreme(torch.amax))
 rule_for(torch.min, Tensor.min)(_extreme(torch.amin))
 
 
+@rule_for(Tensor.grad.__get__)  # type: ignore[union-attr]
+def _gradient(rules: LayerRules, input: Any) -> Any:
+    """Return the gradient of a weight, or refuse to within a step, where there are none yet."""
+    if rules.gradients is not None and rules.gradients.knows(input):
+        return rules.gradients.of(input)
+    if functorch.is_batched(input):
+        raise NotStackable("reads the gradient (`grad`) of a tensor")
+    return NotImplemented
+
+
+@rule_for(Tensor.grad.__set__)  # type: ignore[union-attr]
+def _set_gradient(rules: LayerRules, input: Any, value: Any) -> Any:
+    """Replace the gradient of a weight by one of the same shape and type."""
+    if rules.gradients is None or not rules.gradients.knows(input):
+        return NotImplemented
+    before = rules.gradients.of(input)
+    if (value is None) != (before is None):
+        raise NotStackable(REMOVES_GRADIENT)
+    if before is None:
+        return None
+    if (value.shape, value.dtype) != (before.shape, before.dtype):
+        raise NotStackable("assigns a gradient of another shape or type")
+    slopes = rules.every(value)
+    assert slopes is not None
+    rules.gradients.replace(input, value, slopes.detach())
+    return None
+
+
+@rule_for(Tensor.data.__get__)  # type: ignore[attr-defined]
+def _data(rules: LayerRules, input: Any) -> Any:
+    """Return the numbers of a tensor without its history, which ``vmap`` refuses; writes are counted, unlike alone."""
+    if not functorch.is_batched(input):
+        return NotImplemented
+    tensor, at = functorch.unwrap(input, rules.level)
+    return NotImplemented if at is None else rules.close(tensor.detach(), at)
+
+
+@rule_for(torch.tensor)
+def _tensor(rules: LayerRules, data: Any, *args: Any, **options: Any) -> Any:
+    """Make a vector of scalars, each of which ``vmap`` would read as a number."""
+    if args or options or not isinstance(data, (list, tuple)) or not any(map(functorch.is_batched, data)):
+        return NotImplemented
+    if any(not isinstance(value, Tensor) or value.dim() for value in data) or len({value.dtype for value in data}) > 1:
+        return NotImplemented
+    scalars = [rules.every(value) for value in data]
+    vector = torch.stack([scalar.detach() for scalar in scalars if scalar is not None], 1)
+    return rules.close(vector.to(torch.get_default_device()))
+
+
+@rule_for(torch._foreach_norm)
+def _norms(rules: LayerRules, tensors: Any, ord: float = 2, dtype: torch.dtype | None = None) -> Any:
+    """Return the norm of each tensor, as the functions of torch that clip gradients ask for them."""
+    opened = [rules.every(tensor) for tensor in tensors]
+    return [
+        rules.close(torch.linalg.vector_norm(each.flatten(1), ord, 1, dtype=dtype))
+        for each in opened
+        if each is not None
+    ]
+
+
+def _in_place(change: Callable[[Tensor, Any], Any]) -> Rule:
+    """Return a rule that changes a list of tensors in place by a number, or by one of each client."""
+
+    def rule(rules: LayerRules, tensors: Any, operand: Any) -> Any:
+        opened, operands = [rules.open(tensor) for tensor in tensors], rules.open(operand)
+        if any(each is None for each in opened) or (operands is not None and operands.dim() != 1):
+            return NotImplemented
+        for each in opened:
+            assert each is not None
+            change(each, operand if operands is None else operands.view(-1, *[1] * (each.dim() - 1)))
+        return None
+
+    return rule
+
+
+rule_for(torch._foreach_mul_)(_in_place(Tensor.mul_))
+rule_for(torch._foreach_clamp_min_)(_in_place(Tensor.clamp_min_))
+rule_for(torch._foreach_clamp_max_)(_in_place(Tensor.clamp_max_))
+
+
 def _refusal(clause: str) -> Rule:
     def refuse(rules: LayerRules, input: Any) -> Any:
         if functorch.is_batched(input):
@@ -135,7 +216,6 @@ def _refusal(clause: str) -> Rule:
     return refuse
 
 
-rule_for(Tensor.grad.__get__)(_refusal("reads the gradient (`grad`) of a tensor"))  # type: ignore[union-attr]
 rule_for(Tensor.is_leaf.__get__)(_refusal("asks whether a tensor is a leaf"))  # type: ignore[attr-defined]
 
 

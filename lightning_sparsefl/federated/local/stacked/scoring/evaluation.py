@@ -34,7 +34,7 @@ from lightning_sparsefl.federated.local.stacked.reading.reader import ClientRead
 from lightning_sparsefl.federated.local.stacked.reading.stack_reader import StackReader, equal_ranges, samples_of
 from lightning_sparsefl.federated.local.stacked.recording.recorded_evaluation import EvaluationPass
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
-from lightning_sparsefl.federated.local.stacked.states.attributes import ChangedAttributes
+from lightning_sparsefl.federated.local.stacked.states.findings import Findings
 from lightning_sparsefl.federated.local.stacked.states.leaves import StackedModule, shared_names
 from lightning_sparsefl.federated.local.stacked.states.undo import ModuleStates, require_same_settings
 from lightning_sparsefl.seeds import seed_all
@@ -117,7 +117,7 @@ class StackedEvaluation:
     Args:
         trainer: Trainer that the module sees, without callbacks and loggers.
         requests: Requests of one split, by falling number of samples.
-        changed: Attributes that are known to be changed by steps, which are then not recorded.
+        findings: What is known of the module's steps and hooks; steps that change attributes are not recorded.
         recorder: Recorder of the module's evaluations; None = each batch calls the module's step.
     """
 
@@ -125,7 +125,7 @@ class StackedEvaluation:
         self,
         trainer: StackTrainer,
         requests: Sequence[EvaluationRequest],
-        changed: ChangedAttributes,
+        findings: Findings,
         recorder: PassRecorder | None = None,
     ) -> None:
         self.trainer, self.requests, self.size = trainer, requests, len(requests)
@@ -136,9 +136,9 @@ class StackedEvaluation:
         seed_all(*requests[0].key)
         self.log, self.kept = EvaluationLog(self.size), ModuleStates(self.module)
         sees_batches = BATCH_HOOKS & EVALUATION_HOOKS & trainer.hooks.overridden
-        self._recorder = None if changed.names or sees_batches else recorder
+        self._recorder = None if findings.attributes or sees_batches else recorder
         trees = [request.weights for request in requests]
-        self.whole = StackedModule(self.module, self.size, shared_names(trees, trees[0]), changed.names)
+        self.whole = StackedModule(self.module, self.size, shared_names(trees, trees[0]), findings.attributes)
         self.whole.load(trees)
         limit = getattr(trainer, f"limit_{self.stage.dataloader_prefix}_batches")
         self._batches = [num_batches(self.stage, len(request.loader), limit) for request in requests]
@@ -259,7 +259,7 @@ def evaluate_stack(
     module: LightningModule,
     datamodule: Any,
     requests: Sequence[EvaluationRequest],
-    changed: ChangedAttributes,
+    findings: Findings,
     recorder: PassRecorder | None = None,
 ) -> None:
     """Evaluate several clients as one.
@@ -269,12 +269,12 @@ def evaluate_stack(
         module: Module of the user; left as it was.
         datamodule: Object that becomes `trainer.datamodule`.
         requests: Requests of one split, by falling number of samples.
-        changed: Attributes that are known to be changed by steps.
+        findings: What is known of the module's steps and hooks.
         recorder: Recorder of the module's evaluations; None = each batch calls the module's step.
     """
     trainer = StackTrainer(engine.options, engine.fabric, module, (), (), datamodule, samples=engine.samples)
     with restore_trainer_refs(module, ()), trainer.running(), functions_for_clients():
-        evaluation = StackedEvaluation(trainer, requests, changed, recorder)
+        evaluation = StackedEvaluation(trainer, requests, findings, recorder)
         try:
             evaluation.run()
         except Exception:

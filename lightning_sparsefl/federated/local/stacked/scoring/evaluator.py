@@ -24,7 +24,7 @@ from lightning_sparsefl.federated.local.stacked.scoring.evaluation import (
     evaluate_stack,
     readable_in_order,
 )
-from lightning_sparsefl.federated.local.stacked.states.attributes import ChangedAttributes
+from lightning_sparsefl.federated.local.stacked.states.findings import Findings
 from lightning_sparsefl.federated.local.stacked.states.undo import attributes_kept
 from lightning_sparsefl.federated.local.stacked.trials.stacking_trial import reason_of_hooks
 from lightning_sparsefl.federated.local.stacked.trials.step_trial import (
@@ -46,7 +46,7 @@ class StackEvaluator:
         activations: Numbers that the module's layers return for one sample.
         room: Numbers that the weights and activations of a stack may have; larger evaluations gain nothing.
         warns: Whether to warn of scores that cannot be computed as stacks.
-        changed: Attributes that are known to be changed by steps; others that are found are added.
+        findings: What is known of the module's steps and hooks; what else is found is added.
         recorder: Recorder of the module's evaluations. Default: each batch calls the module's step.
     """
 
@@ -56,11 +56,11 @@ class StackEvaluator:
         activations: float,
         room: int,
         warns: bool,
-        changed: ChangedAttributes,
+        findings: Findings,
         recorder: PassRecorder | None = None,
     ) -> None:
         self._worker, self._activations, self._room, self._warns = worker, activations, room, warns
-        self._changed, self._recorder = changed, recorder
+        self._findings, self._recorder = findings, recorder
         self._reasons: dict[str, str | None] = {}
         """Why a step cannot be done for several clients at once, as a clause; None if it can."""
 
@@ -124,9 +124,9 @@ class StackEvaluator:
 
     def _run(self, requests: Sequence[EvaluationRequest], recorder: PassRecorder | None = None) -> None:
         worker = self._worker
-        engine, changed = cast(FastEngine, worker.engine), self._changed
+        engine, findings = cast(FastEngine, worker.engine), self._findings
         with worker._warning_once():
-            changed.repeat(lambda: evaluate_stack(engine, worker.module, worker.data, requests, changed, recorder))
+            findings.repeat(lambda: evaluate_stack(engine, worker.module, worker.data, requests, findings, recorder))
 
     def _name(self, split: Split) -> str:
         return f"{type(self._worker.module).__name__}.{SCORING_STEPS[split]}"

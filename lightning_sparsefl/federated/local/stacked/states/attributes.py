@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_sparsefl.callbacks.object_states import PLAIN
 from lightning_sparsefl.federated.local.stacked import functorch
-from lightning_sparsefl.federated.local.stacked.logs import ChangesAttribute, NotStackable
+from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 from lightning_sparsefl.sparse.containers import containers_in, content_of, fill, has_content
 
 _CONTAINERS = (list, deque, set, dict, Counter, OrderedDict, defaultdict)
@@ -24,37 +24,6 @@ _CONTAINERS = (list, deque, set, dict, Counter, OrderedDict, defaultdict)
 _FLAT = {Tensor, *PLAIN}
 """Types of values in which nothing but numbers of tensors can be changed in place."""
 _MISSING = object()
-
-
-class ChangedAttributes:
-    """Names of the attributes that steps and hooks of a module have been found to change.
-
-    A fit or an evaluation that finds another one is done again, with values of each client's own for it.
-    """
-
-    def __init__(self) -> None:
-        self.names: set[tuple[str, str]] = set()
-        """Path of a submodule, and name of its attribute."""
-
-    def repeat(self, run: Callable[[], None], undo: Callable[[], None] = lambda: None) -> None:
-        """Run a function until it finds no further attribute that is changed.
-
-        Args:
-            run: Function that raises :class:`.ChangesAttribute` for an attribute.
-            undo: Function that undoes a run that has raised.
-
-        Raises:
-            ChangesAttribute: If the attribute is known, so that its value cannot be kept for each client.
-        """
-        try:
-            run()
-            return
-        except ChangesAttribute as error:
-            if error.attributes <= self.names:
-                raise
-            self.names |= error.attributes
-        undo()
-        self.repeat(run, undo)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from lightning_sparsefl.federated.local.isolation import tell_contents
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
-from lightning_sparsefl.federated.local.stacked.rules import FlatViews, LayerRules, OtherTensors
+from lightning_sparsefl.federated.local.stacked.rules import (
+    REMOVES_GRADIENT,
+    FlatViews,
+    Gradients,
+    LayerRules,
+    OtherTensors,
+)
 from lightning_sparsefl.federated.local.stacked.states.attributes import AttributeRows, AttributeStates
 
 Slot = tuple[dict[str, Any], str, str]
@@ -141,17 +147,39 @@ class StackedModule:
                 return map_tensors(function(batch, 0), lambda tensor: tensor.unsqueeze(0))
         with functorch.vmap_level(self.size) as level:
             batch = map_tensors(batch, lambda tensor: functorch.wrap(*self._laid_out(tensor), level))
-            with (
-                self._alike(),
-                self.attributes.shown(level),
-                self._shown(self._views(level)),
-                LayerRules(self.size, level, self.own_ids),
-                NotStackable.noted() as noted,
-            ):
+            with self._at(level, self._views(level)):
                 output = function(batch, level)
-            if noted:
-                raise noted[0]
             return map_tensors(output, lambda tensor: unwrapped(tensor, level, self.size))
+
+    def call_with_gradients(self, function: Callable[[Mapping[str, Tensor], int], None]) -> None:
+        """Call a function of the module for all clients, which sees the gradients of their weights.
+
+        Args:
+            function: Function of the weights by name and of the number of the level, which uses the module.
+
+        Raises:
+            NotStackable: If one was raised within the function, even if the user's code has caught it.
+        """
+        with functorch.vmap_level(self.size) as level:  # for one client as well, so that sums have the same order
+            views = self._views(level)
+            gradients = Gradients(views, self.leaves, level)
+            with self._at(level, views, gradients):
+                function(views, level)
+        gradients.store()
+
+    @contextmanager
+    def _at(self, level: int, views: Mapping[str, Tensor], gradients: Gradients | None = None) -> Iterator[None]:
+        """Let the module hold the tensors of all clients at a level within the context, where rules are active."""
+        with (
+            self._alike(),
+            self.attributes.shown(level),
+            self._shown(views),
+            LayerRules(self.size, level, self.own_ids, gradients),
+            NotStackable.noted() as noted,
+        ):
+            yield
+        if noted:
+            raise noted[0]
 
     def view(self, place: int) -> dict[str, Tensor]:
         """Return the tensors of one client, with views of its gradients.
@@ -199,7 +227,7 @@ class StackedModule:
         if grads is None and grad is None:
             return
         if grads is None or grad is None:
-            raise NotStackable("removes a gradient, or gives one to a weight without, so that steps differ")
+            raise NotStackable(REMOVES_GRADIENT)
         row = grads.detach()[place]
         if not _is_same_memory(grad, row):
             row.copy_(grad)

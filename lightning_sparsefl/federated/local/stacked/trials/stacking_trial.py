@@ -34,7 +34,7 @@ from lightning_sparsefl.federated.local.stacked.fitting.stack_trainer import req
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 from lightning_sparsefl.federated.local.stacked.reading.reader import name_of_data
 from lightning_sparsefl.federated.local.stacked.reasons import reason_of
-from lightning_sparsefl.federated.local.stacked.states.attributes import ChangedAttributes
+from lightning_sparsefl.federated.local.stacked.states.findings import Findings
 from lightning_sparsefl.federated.local.stacked.states.undo import ModuleStates, attributes_kept, differing_value
 from lightning_sparsefl.federated.local.stacked.trials.step_trial import (
     ALONE,
@@ -90,15 +90,16 @@ class StackingTrial:
             ones are a stack.
         activations: Numbers that the module's layers return for one batch.
         samples: Number of samples in that batch.
-        changed: Attributes of the module that steps and hooks change.
+        findings: What the trial has found out about the module's steps and hooks.
         loops: Whether the step calls a function that ``torch.vmap`` does for one client after another.
     """
 
     def __init__(self, worker: ClientWorker) -> None:
         self._worker, self._module, self._data = worker, worker.module, worker.data
         self.planned, self.activations, self.samples, self.loops = False, 0, 1, False
-        self.changed = ChangedAttributes()
+        self.findings = Findings()
         self.reason = self._reason_of_settings() or self._reason_of_module() or self._reason_of_step()
+        self.findings.settled = True
 
     def _reason_of_settings(self) -> str | None:
         missing, engine, work = functorch.missing_name(), self._worker.engine, self._worker.work
@@ -169,7 +170,7 @@ class StackingTrial:
 
         Double precision tells rounding from small errors, and the run's own precision shows errors of its kernels.
         """
-        trial = StepTrial(self._worker, self.changed)
+        trial = StepTrial(self._worker, self.findings)
         try:
             alone = trial.alone()
         except Exception as error:
@@ -191,7 +192,7 @@ class StackingTrial:
             with in_double(self._module):
                 double = FastEngine(engine.fabric, engine.options, _DOUBLE)
                 other = ClientWorker(worker.module, worker.data, double, worker.work, worker.device)
-                trial = StepTrial(other, self.changed)
+                trial = StepTrial(other, self.findings)
                 alone, found = trial.alone(), True
                 return trial.clause(trial.stacked(), alone, EXACT), True
         except Exception:

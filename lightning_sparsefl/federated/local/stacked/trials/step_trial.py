@@ -19,7 +19,7 @@ from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.stacked.fitting.fit import StackedRequest, fit_stack, rewind
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 from lightning_sparsefl.federated.local.stacked.reading.reader import ClientReader, reader_of
-from lightning_sparsefl.federated.local.stacked.states.attributes import ChangedAttributes
+from lightning_sparsefl.federated.local.stacked.states.findings import Findings
 from lightning_sparsefl.federated.local.stacked.states.leaves import layout_of
 from lightning_sparsefl.federated.local.stacked.states.undo import objects_kept
 from lightning_sparsefl.federated.local.worker import ClientWorker
@@ -115,9 +115,9 @@ class StepTrial:
         samples: Number of samples in the batch.
     """
 
-    def __init__(self, worker: ClientWorker, changed: ChangedAttributes) -> None:
+    def __init__(self, worker: ClientWorker, findings: Findings) -> None:
         self._worker, self._module, self._data = worker, worker.module, worker.data
-        self._changed = changed
+        self._findings = findings
         self.planned, self.activations, self.samples = False, 0, 1
         first = dict(worker.initial)
         self._starts = (first, moved_weights(first, worker.flat.layout.buffers))
@@ -171,12 +171,12 @@ class StepTrial:
         self._worker.load(self._starts[0])
         kept = objects_kept(self._transforms)
         with gradient_descent(self._module), _other_counts(self._module), kept:
-            self._changed.repeat(lambda: self._fit(requests), lambda: rewind(requests))
+            self._findings.repeat(lambda: self._fit(requests), lambda: rewind(requests))
         return [(request.result, request.metrics) for request in requests]
 
     def _fit(self, requests: Sequence[StackedRequest]) -> None:
         with drawing_nothing(*requests[0].key, "stack"):
-            self.planned = fit_stack(self._engine, self._module, self._data, requests, self._changed)
+            self.planned = fit_stack(self._engine, self._module, self._data, requests, self._findings)
 
     def clause(self, stacked: Sequence[Result], alone: Sequence[Result], tolerance: Tolerance) -> str | None:
         """Return what differs between the results, as a clause, or None.

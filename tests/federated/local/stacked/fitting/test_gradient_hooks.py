@@ -1,4 +1,4 @@
-"""Hooks of a module that see gradients: they are called for each client of a stack, with views of its tensors."""
+"""Hooks of a module that see gradients: for all clients of a stack at once, or for each with views of its tensors."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ from lightning_sparsefl import (
     PruneTrain,
     SpaFL,
 )
+from lightning_sparsefl.federated.local.stacked.fitting import fit
+from lightning_sparsefl.federated.local.stacked.logs import SeesOneClient
+from lightning_sparsefl.federated.local.stacked.states.findings import Findings
 from tests.federated.local.stacked import test_odd_modules as odd
 from tests.federated.local.stacked.test_odd_modules import Plain, check, check_alone, said_alone
 
@@ -130,18 +133,84 @@ class StepsItsScheduler(Plain):
             scheduler.step()
 
 
-KINDS = [
-    LogsNorms, ReadsNumbers, Clips, ClipsByValue, Centralizes, Decoupled, NotTrained, StepsItsScheduler,
+class ClipsAsLightning(Plain):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+
+
+class Accumulates(Plain):
+    """Keeps a running mean of the gradients in an attribute, steps along it, and normalizes one by its layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.slopes = {}
+
+    def on_before_optimizer_step(self, optimizer):
+        for name, parameter in self.named_parameters():
+            mean = self.slopes.get(name)
+            self.slopes[name] = parameter.grad.clone() if mean is None else 0.9 * mean + 0.1 * parameter.grad
+            parameter.grad = self.slopes[name] + 0.5 * parameter.grad.data
+        weight = self.net[2].weight
+        weight.grad /= weight.grad.detach().abs().max() + weight.data.norm()
+        self.log("slopes", torch.tensor([slope.norm() for slope in self.slopes.values()]).sum())
+
+
+AT_ONCE = [
+    LogsNorms, ClipsByValue, ClipsAsLightning, Centralizes, Decoupled, Accumulates, NotTrained, StepsItsScheduler,
 ]  # fmt: skip
 
 
+@pytest.fixture
+def for_each(monkeypatch):
+    """Names of the hooks that were called for one client after another."""
+    names, before = [], fit.call_for_each
+    monkeypatch.setattr(
+        fit, "call_for_each", lambda name, *args, **options: (names.append(name), before(name, *args, **options))
+    )
+    return names
+
+
 @pytest.mark.parametrize("sizes", [list(odd.SIZES), [20] * 4], ids=["ragged", "even"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_hook_sees_the_gradients_of_each_client(kind, sizes, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", [*AT_ONCE, ReadsNumbers, Clips])
+def test_a_hook_sees_the_gradients_of_each_client(kind, sizes, for_each, tmp_path, monkeypatch):
     monkeypatch.setattr(odd, "SIZES", sizes)
     stacks, said = check(kind, tmp_path)
     assert stacks == [4, 4], said
     assert not said_alone(said)
+    assert bool(for_each) == (kind not in AT_ONCE)
+
+
+class ReadsLater(Plain):
+    """Reads a number at the third step, which the trial does not see."""
+
+    def on_before_optimizer_step(self, optimizer):
+        if self.global_step >= 3 and float(self.net[0].weight.grad.norm()) > 0:
+            self.net[0].weight.grad.mul_(0.5)
+
+
+def test_a_hook_that_reads_a_number_later_is_called_for_each_client_of_that_stack(for_each, tmp_path):
+    stacks, said = check(ReadsLater, tmp_path)
+    assert stacks == [4, 4], said
+    assert not said_alone(said)
+    assert for_each
+
+
+def test_a_hook_that_is_found_in_a_fit_is_one_of_that_fit_alone():
+    findings, runs = Findings(), []
+
+    def run():
+        runs.append(set(findings.hooks))
+        if "on_after_backward" not in findings.hooks:
+            raise SeesOneClient("reads a number", "on_after_backward")
+
+    findings.settled = True
+    findings.repeat(run)
+    findings.repeat(run)
+    assert runs == [set(), {"on_after_backward"}] * 2
+    findings.settled = False
+    findings.repeat(run)
+    findings.repeat(run)
+    assert runs[4:] == [set(), {"on_after_backward"}, {"on_after_backward"}]
 
 
 class WritesData(Plain):

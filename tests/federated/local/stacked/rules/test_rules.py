@@ -217,6 +217,52 @@ def test_the_rules_are_of_functions_that_layers_call():
     assert {F.linear, F.conv2d, torch.conv2d, F.batch_norm, F.cross_entropy, torch.relu} <= RULES.keys()
 
 
+def test_a_tensor_of_scalars_has_one_of_each_client():
+    scalars = torch.arange(6.0, dtype=torch.float64).view(SIZE, 2)
+    whole = StackedModule(nn.Linear(1, 1), SIZE)
+    assert torch.equal(whole.call(lambda batch, level: torch.tensor([batch[0], batch[1]]), scalars), scalars)
+    assert torch.equal(whole.call(lambda batch, level: torch.tensor((batch[0].data,)), scalars), scalars[:, :1])
+    with pytest.raises(RuntimeError, match="item"):
+        whole.call(lambda batch, level: torch.tensor([batch[0], 1.0]), scalars)
+
+
+@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
+def test_gradients_are_clipped_for_each_client(order):
+    module, generator = LAYERS["conv"][0], torch.Generator().manual_seed(0)
+    whole, copies = StackedModule(module, SIZE), [copy.deepcopy(module) for _ in range(SIZE)]
+    for name, leaf in whole.leaves.items():
+        leaf.grad = torch.zeros_like(leaf).copy_(torch.randn(leaf.shape, generator=generator))
+        for own, grad in zip(copies, leaf.grad, strict=True):
+            own.get_parameter(name).grad = grad.clone()
+
+    def clip(net):
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5, order)
+        nn.utils.clip_grad_value_(net.parameters(), 0.04)
+
+    whole.call_with_gradients(lambda tensors, level: clip(module))
+    for place, own in enumerate(copies):
+        clip(own)
+        for name, parameter in own.named_parameters():
+            torch.testing.assert_close(whole.leaves[name].grad[place], parameter.grad)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda weight: setattr(weight, "grad", None), "removes a gradient"),
+        (lambda weight: setattr(weight, "grad", weight.grad[:2]), "of another shape or type"),
+        (lambda weight: setattr(weight.grad, "data", weight.grad), "mutating directly"),
+        (lambda weight: (weight + 1).grad, "reads the gradient"),
+    ],
+)
+def test_what_cannot_be_done_to_a_gradient_is_an_error(change, words):
+    module = nn.Linear(2, 3)
+    whole = StackedModule(module, SIZE)
+    whole.leaves["weight"].grad = torch.ones(SIZE, 3, 2)
+    with torch.no_grad(), pytest.raises((NotStackable, RuntimeError), match=words):
+        whole.call_with_gradients(lambda tensors, level: change(module.weight))
+
+
 def test_numbers_are_counted_for_all_clients_at_once():
     numbers = torch.tensor([[0, 2, 2], [1, 1, 1], [0, 1, 2]], dtype=torch.int32)
     whole = StackedModule(nn.Linear(1, 1), SIZE)

@@ -10,7 +10,7 @@ import torch
 from lightning_sparsefl.data.examples import Examples
 from lightning_sparsefl.federated.local.stacked.scoring.evaluation import EvaluationRequest, readable_in_order
 from lightning_sparsefl.federated.local.stacked.scoring.evaluator import StackEvaluator
-from lightning_sparsefl.federated.local.stacked.states.attributes import ChangedAttributes
+from lightning_sparsefl.federated.local.stacked.states.findings import Findings
 
 
 def request(samples, batch_size=10):
@@ -25,7 +25,7 @@ def request(samples, batch_size=10):
 def test_a_stack_has_room_for_weights_and_first_batches(room, parts):
     """A client has 5 weights, and 1 number for each sample."""
     worker = SimpleNamespace(flat=SimpleNamespace(layout=SimpleNamespace(size=5)))
-    evaluator = StackEvaluator(worker, activations=1.0, room=room, warns=True, changed=ChangedAttributes())
+    evaluator = StackEvaluator(worker, activations=1.0, room=room, warns=True, findings=Findings())
     found = evaluator._parts([request(each) for each in (30, 10, 4, 2)])
     assert [[each.client for each in part] for part in found] == parts
 

@@ -16,7 +16,7 @@ from lightning_sparsefl.data import FederatedBlobs, FederatedDataset
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.local_options import LocalOptions
 from lightning_sparsefl.federated.local.stacked.rules import LayerRules
-from lightning_sparsefl.federated.local.stacked.states.attributes import ChangedAttributes
+from lightning_sparsefl.federated.local.stacked.states.findings import Findings
 from lightning_sparsefl.federated.local.stacked.trials import stacking_trial as trial_module
 from lightning_sparsefl.federated.local.stacked.trials.stacking_trial import StackingTrial
 from lightning_sparsefl.federated.local.stacked.trials.step_trial import ALONE, StepTrial, in_double
@@ -92,7 +92,7 @@ def test_a_step_can_be_stacked(kind):
 def test_a_step_that_rounds_otherwise_in_single_precision_can_be_stacked(monkeypatch):
     with_linear(monkeypatch, lambda output: output + 0.01 * output.detach().sin())  # as rounding in a deep network
     worker = worker_of(Penalized(strength=0.0))
-    step = StepTrial(worker, ChangedAttributes())
+    step = StepTrial(worker, Findings())
     alone, stacked = step.alone(), step.stacked()
     assert "otherwise for several clients" in step.clause(stacked, alone, ALONE)
     assert StackingTrial(worker).reason is None
@@ -100,7 +100,7 @@ def test_a_step_that_rounds_otherwise_in_single_precision_can_be_stacked(monkeyp
 
 def test_an_error_below_the_tolerance_of_single_precision_is_found():
     worker = worker_of(Penalized())
-    step = StepTrial(worker, ChangedAttributes())
+    step = StepTrial(worker, Findings())
     alone, stacked = step.alone(), step.stacked()
     assert step.clause(stacked, alone, ALONE) is None
     assert "otherwise for several clients at once than for one" in StackingTrial(worker).reason
