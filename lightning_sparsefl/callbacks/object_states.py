@@ -7,14 +7,14 @@ import sys
 import weakref
 from argparse import Namespace
 from collections import UserDict, UserList
-from collections.abc import Mapping
-from types import SimpleNamespace
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
@@ -46,6 +46,8 @@ class Kept(NamedTuple):
     """Version of a tensor."""
     in_data: bool = False
     """Whether it is a container of ten thousand items, or in one, such as a data set in memory."""
+    attributes: Mapping[str, Any] = MappingProxyType({})
+    """Copy of the attributes of a container whose class is one of the user's."""
 
 
 class ObjectStates:
@@ -59,6 +61,7 @@ class ObjectStates:
         copies_data: Whether to copy the tensors in containers of ten thousand items, as before a single trial.
         most: Number of items, with those in inner containers, from which on a value is data, of which only the
             outermost container is kept; an item that is no number or string counts ten times. None = no value is.
+        members: Submodules of the model, which are no part of the state of what holds them.
 
     Example:
         >>> held = {"sum": torch.zeros(2), "seen": [1]}
@@ -71,8 +74,15 @@ class ObjectStates:
         {'sum': tensor([0., 0.]), 'seen': [1]}
     """
 
-    def __init__(self, largest: float = float("inf"), copies_data: bool = False, most: int | None = None) -> None:
+    def __init__(
+        self,
+        largest: float = float("inf"),
+        copies_data: bool = False,
+        most: int | None = None,
+        members: Iterable[nn.Module] = (),
+    ) -> None:
         self._largest, self._copies_data, self._most = largest, copies_data, most
+        self._members = {id(module) for module in members}
         self.kept: dict[int, Kept] = {}
         """By identity."""
 
@@ -102,6 +112,7 @@ class ObjectStates:
                 break
             if not has_plain_items:
                 waiting += [(*item, in_data) for item in _items(content, own_name, of_object=content is not each)]
+            waiting += [(*item, in_data) for item in _items(beside(each), own_name, of_object=True)]
         for each, own_name, in_data in found.values():
             self.keep(each, own_name, in_data)
 
@@ -128,7 +139,7 @@ class ObjectStates:
             before = content_of(value if isinstance(value, CONTAINERS) else attributes_of(value))
         else:
             before = None if in_data and not self._copies_data else self._copy(value)
-        self.kept[id(value)] = Kept(value, before, name, version_of(value), in_data)
+        self.kept[id(value)] = Kept(value, before, name, version_of(value), in_data, dict(beside(value)))
 
     def _copy(self, value: Any) -> Any:
         """Return a copy of a tensor or an array, or the state of a generator; None for what cannot be restored."""
@@ -140,6 +151,8 @@ class ObjectStates:
 
     def _has_state(self, value: Any) -> bool:
         kind: Any = type(value)
+        if issubclass(kind, nn.Module):  # in a container, such as a metric object in a dict
+            return id(value) not in self._members
         if issubclass(kind, (type, *weakref.ProxyTypes)) or not (hasattr(value, "__dict__") or slots_of(kind)):
             return False
         return not _is_foreign(kind)
@@ -147,9 +160,11 @@ class ObjectStates:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the state."""
-        for value, before, *_ in self.kept.values():
+        for value, before, _, _, _, attributes in self.kept.values():
             if before is None:
                 continue
+            if not has_content(beside(value), attributes):
+                _set_attributes(value, attributes)
             if isinstance(value, Tensor):
                 _restore_tensor(value, before)
             elif isinstance(value, np.ndarray):
@@ -165,6 +180,26 @@ class ObjectStates:
 
 _ITEMS_OF_VALUE = 10
 """Number of plain items of a container that count as one that may have a state, such as a tensor."""
+
+
+def beside(value: Any) -> Mapping[str, Any]:
+    """Return the attributes of a container whose class is one of the user's, beside its items; else nothing.
+
+    Args:
+        value: Value of any kind.
+
+    Example:
+        >>> class Sums(dict):
+        ...     steps = 0
+        >>> sums = Sums(loss=1.5)
+        >>> sums.steps += 1
+        >>> beside(sums), beside({"loss": 1.5})
+        ({'steps': 1}, {})
+    """
+    kind = type(value)
+    if not issubclass(kind, CONTAINERS) or kind.__module__ in ("builtins", "collections"):
+        return {}
+    return attributes_of(value)
 
 
 def _items(content: Any, name: str, of_object: bool = False) -> list[tuple[Any, str]]:
@@ -188,15 +223,32 @@ def _is_plain(tensor: Tensor) -> bool:
     if is_lazy(tensor) or tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
         return False
     repeats = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    return not (repeats or tensor.is_inference() or tensor.is_mkldnn or tensor.is_quantized)
+    return not (repeats or tensor.is_mkldnn or tensor.is_quantized)
+
+
+def has_numbers(value: Tensor, before: Tensor) -> bool:
+    """Return whether a tensor has the shape and the numbers of another one; those that are not numbers are equal.
+
+    Args:
+        value: The tensor.
+        before: The other one.
+
+    Example:
+        >>> has_numbers(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan]))
+        True
+    """
+    if value.shape != before.shape:
+        return False
+    return bool(torch.equal(value, before) or torch.allclose(value, before, 0, 0, equal_nan=True))
 
 
 def _restore_tensor(value: Tensor, before: Tensor) -> None:
     """Give a tensor the numbers that it had, unless it has them, since a write would invalidate graphs."""
-    if value.shape != before.shape:
-        value.data = before
-    elif not torch.equal(value, before) and not torch.allclose(value, before, 0, 0, equal_nan=True):
-        value.copy_(before)
+    with torch.inference_mode(value.is_inference()):  # such as a state that was reset at the end of an evaluation
+        if value.shape != before.shape:
+            value.data = before
+        elif not has_numbers(value, before):
+            value.copy_(before)
 
 
 def version_of(value: Any) -> int:

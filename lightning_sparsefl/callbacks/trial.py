@@ -127,7 +127,7 @@ def trial(module: LightningModule) -> Iterator[None]:
     """
     children = list(module.modules())
     attributes = [(child, type(child), dict(vars(child)), ContainerStates()) for child in children]
-    held = ObjectStates(LARGE_TENSOR, most=LARGE)
+    held = ObjectStates(LARGE_TENSOR, most=LARGE, members=children)
     for child, _, own, containers in attributes:
         for name, value in own.items():
             if name in _OF_MODULES or isinstance(child, Metric):

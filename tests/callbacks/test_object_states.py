@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchmetrics import SumMetric
 
 from lightning_sparsefl.callbacks.object_states import ObjectStates
 from lightning_sparsefl.callbacks.trial import trial
@@ -101,6 +102,48 @@ def test_numbers_are_restored_and_only_if_they_have_changed():
     assert module.mean.tolist() == [0, 0]
     assert module.counts.tolist() == [1, 1]
     assert not hasattr(module, "grown")
+
+
+def test_a_tensor_that_was_made_in_an_evaluation_is_restored():
+    module = L.LightningModule()
+    with torch.inference_mode():
+        module.sums = torch.tensor([1.0, torch.nan])
+    with trial(module), torch.inference_mode():
+        module.sums += 1
+    assert module.sums[0] == 1
+
+
+class Average(dict):
+    """A mean of weights with the number of its updates."""
+
+    def __init__(self):
+        super().__init__()
+        self.updates, self.norms = 0, []
+
+
+def test_the_attributes_of_a_container_are_restored_with_its_content():
+    module = L.LightningModule()
+    module.average = Average()
+    with trial(module):
+        module.average["weight"] = torch.ones(2)
+        module.average.updates += 1
+        module.average.norms.append(1.0)
+        module.average.started = True
+    assert module.average == {}
+    assert vars(module.average) == {"updates": 0, "norms": []}
+
+
+def test_modules_that_are_no_submodules_are_restored():
+    module = L.LightningModule()
+    module.seen, module.scalers = {"loss": SumMetric()}, [nn.BatchNorm1d(2)]
+    with trial(module):
+        module.seen["loss"].update(1.0)
+        module.scalers[0](torch.randn(3, 2))
+        module.scalers[0].eval()
+    assert module.seen["loss"].sum_value == 0
+    assert module.scalers[0].training
+    assert module.scalers[0].running_mean.tolist() == [0, 0]
+    assert module.scalers[0].num_batches_tracked == 0
 
 
 def test_a_tensor_of_another_shape_gets_its_own_again():

@@ -293,7 +293,55 @@ class CountsInACallback(Plain):
         return self.loss(batch) / self.follower.steps**0.1
 
 
-@pytest.mark.parametrize("kind", [CountsInSlots, CountsInHiddenSlots, CountsInArguments, CountsInACallback])
+class Average(dict):
+    """A mean of weights with the number of its updates."""
+
+    updates = 0
+
+
+class CountsInADict(Plain):
+    def __init__(self):
+        super().__init__()
+        self.average = Average()
+
+    def training_step(self, batch, batch_idx):
+        self.average.updates += 1
+        return self.loss(batch) / self.average.updates**0.1
+
+
+class Confusion:
+    """Counts, made anew after each evaluation, in which gradients and versions of tensors do not exist."""
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        self.counts = torch.zeros(4, dtype=torch.float64)
+
+
+class CountsInAnEvaluation(Plain):
+    def __init__(self):
+        super().__init__()
+        self.confusion = Confusion()
+
+    def test_step(self, batch, batch_idx):
+        self.confusion.counts += F.one_hot(batch[1], 4).sum(0)
+        self.log("test_loss", self.loss(batch))
+
+    def on_test_epoch_end(self):
+        self.log("counts", self.confusion.counts.sum())
+        self.confusion.reset()
+
+
+def test_counts_of_an_evaluation_are_not_those_of_its_trial(tmp_path):
+    _, said = check(CountsInAnEvaluation, tmp_path)
+    assert any("evaluated one after another" in text for text in said)
+
+
+STEPS = [CountsInSlots, CountsInHiddenSlots, CountsInArguments, CountsInACallback, CountsInADict]
+
+
+@pytest.mark.parametrize("kind", STEPS)
 def test_counts_in_objects_are_not_those_of_a_trial(kind, tmp_path):
     """They stay for the next client, whatever has trained before."""
     sizes, said = check(kind, tmp_path)

@@ -38,7 +38,7 @@ from lightning_sparsefl.federated.local.stacked.fitting.hooks import (
 )
 from lightning_sparsefl.federated.local.stacked.fitting.optimizers import StackedOptimizer, clip, options_of
 from lightning_sparsefl.federated.local.stacked.fitting.stack_trainer import StackTrainer, require_elementwise
-from lightning_sparsefl.federated.local.stacked.logs import NotStackable, SeesOneClient, StackedLog
+from lightning_sparsefl.federated.local.stacked.logs import ChangesAttribute, NotStackable, SeesOneClient, StackedLog
 from lightning_sparsefl.federated.local.stacked.metrics.functional import functions_for_clients
 from lightning_sparsefl.federated.local.stacked.metrics.states import MetricRows, MetricStates
 from lightning_sparsefl.federated.local.stacked.reading.reader import ClientReader
@@ -382,9 +382,10 @@ class StackedFit:
             return (optimizers[-1],)
 
         with self._seeing_all(name):
-            with self._for_all(), self._structure_kept():
+            with self._for_all(), self._structure_kept() as require_kept:
                 if name in self._called_for_each:
-                    call_for_each(name, hooks, one.part, self._views(one, given), self.log, samples, **options)
+                    views = self._views(one, given, require_kept)
+                    call_for_each(name, hooks, one.part, views, self.log, samples, **options)
                 else:
                     call_with_gradients(name, hooks, one.part, one.metrics, self.log, samples, given, **options)
             if _versions(leaves) != written:
@@ -403,13 +404,24 @@ class StackedFit:
         try:
             yield
         except NotStackable as error:
-            if name in self._called_for_each:
+            if name in self._called_for_each or isinstance(error, ChangesAttribute):
                 raise
             raise SeesOneClient(str(error), name) from error
 
-    def _views(self, one: BatchPass, given: Callable[[Mapping[str, Tensor]], tuple[Any, ...]]) -> Iterator[ClientView]:
-        """Iterate over what a hook gets for each client of a batch, whose number of steps the module then sees."""
+    def _views(
+        self,
+        one: BatchPass,
+        given: Callable[[Mapping[str, Tensor]], tuple[Any, ...]],
+        require_kept: Callable[[], None],
+    ) -> Iterator[ClientView]:
+        """Iterate over what a hook gets for each client of a batch, whose number of steps the module then sees.
+
+        What the first call changes for all clients is found before the second one, which may change it back.
+        """
         for place in range(one.metrics.low, one.metrics.high):
+            if place == one.metrics.low + 1:
+                require_kept()
+                self._begun_with.require_same()
             self.loop.set_steps(self.optimizer.taken[place : place + 1])
             rows = self.whole.attributes.states.part(place, place + 1), self._metrics.part(place, place + 1)
             tensors = one.part.view(place - one.metrics.low)
@@ -461,9 +473,13 @@ class StackedFit:
         """Return the pass of one batch of each of the clients of a part, those from `low` to before `high`."""
         trainer, log, taken = self.trainer, self.log, self.optimizer.taken[low:high]
         self.loop.set_steps(taken)
-        batch = to_device(trainer, part.module, batch, self._begun_with)
-        if trainer.hooks.override_transfer and any(tensor.requires_grad for tensor in tensors_of(batch)):
-            self._recorder = None  # since the graph of such a batch serves for one pass
+        if not trainer.hooks.override_transfer:
+            batch = to_device(trainer, part.module, batch, self._begun_with)
+        else:
+            with self._for_all(), self._shared_kept(low, high):
+                batch = to_device(trainer, part.module, batch, self._begun_with)
+            if any(tensor.requires_grad for tensor in tensors_of(batch)):
+                self._recorder = None  # since the graph of such a batch serves for one pass
         log.low, log.high, log.samples = low, high, partial(samples_of, batch)
         return BatchPass(part.module, step, batch, number, log, taken, part.metrics)
 
@@ -549,20 +565,28 @@ class StackedFit:
             self._require_alike()
             self.checked = True
 
-    def _shared_kept(self, low: int, high: int) -> AbstractContextManager[None]:
+    def _shared_kept(self, low: int, high: int) -> AbstractContextManager[object]:
         """Refuse to change what all clients share in the context, in which those from `low` to before `high` act."""
         return nullcontext() if (low, high) == (0, self.size) else self._structure_kept()
 
     @contextmanager
-    def _structure_kept(self) -> Iterator[None]:
-        """Refuse to change the optimizer's options, and layers of the module, within the context."""
+    def _structure_kept(self) -> Iterator[Callable[[], None]]:
+        """Refuse to change the optimizer's options, and layers of the module, within the context.
+
+        Yields:
+            Function that does so in the midst of it.
+        """
         optimizer = self.optimizer.optimizer
         options, structure = options_of(optimizer), structure_of(self.module)
-        yield
-        if options_of(optimizer) != options:
-            raise NotStackable("sets options of the optimizer, which all clients share")
-        if not is_same_structure(structure_of(self.module), structure):
-            raise NotStackable("changes layers of the module, their modes or their hooks, which all clients share")
+
+        def require_kept() -> None:
+            if options_of(optimizer) != options:
+                raise NotStackable("sets options of the optimizer, which all clients share")
+            if not is_same_structure(structure_of(self.module), structure):
+                raise NotStackable("changes layers of the module, their modes or their hooks, which all clients share")
+
+        yield require_kept
+        require_kept()
 
     def _backward(self, one: BatchPass) -> None:
         """Call the training step, and give the leaves their gradients."""

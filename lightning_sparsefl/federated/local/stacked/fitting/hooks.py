@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_sparsefl.federated.exchange.failures import is_out_of_memory
 from lightning_sparsefl.federated.local.fast.hooks import Hooks
 from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
-from lightning_sparsefl.federated.local.stacked.logs import NotStackable, StackedLog
+from lightning_sparsefl.federated.local.stacked.logs import ChangesAttribute, NotStackable, StackedLog
 from lightning_sparsefl.federated.local.stacked.metrics.states import MetricRows
 from lightning_sparsefl.federated.local.stacked.reading.stack_reader import samples_of
 from lightning_sparsefl.federated.local.stacked.reasons import reason_of
@@ -36,11 +36,11 @@ BATCH_HOOKS = frozenset(name for name in TRAINING_HOOKS | EVALUATION_HOOKS if "_
 
 @contextmanager
 def _failing_as(clause: str) -> Iterator[None]:
-    """Raise :class:`NotStackable` in the place of an error of a hook, unless there is no memory."""
+    """Raise :class:`NotStackable` in the place of an error of a hook, unless there is no memory or a remedy."""
     try:
         yield
     except Exception as error:
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or isinstance(error, ChangesAttribute):
             raise
         raise NotStackable(f"{clause}, which {reason_of(error)}") from error
 

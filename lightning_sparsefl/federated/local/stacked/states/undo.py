@@ -24,6 +24,8 @@ from lightning_sparsefl.callbacks.object_states import (
     Kept,
     ObjectStates,
     attributes_of,
+    beside,
+    has_numbers,
     state_of,
     version_of,
 )
@@ -130,11 +132,10 @@ class ModuleStates(ObjectStates):
         largest: float = LARGE_TENSOR,
         copies_data: bool = False,
     ) -> None:
-        super().__init__(largest, copies_data)
+        super().__init__(largest, copies_data, members=module.modules())
         self._visited = ""
         self.iterators: list[str] = []
         """Names of iterators, such as generators, whose state can neither be compared nor restored."""
-        self._members = {id(child) for child in module.modules()}
         self._owners: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]] = []
         # those of a traced or scripted module cannot be assigned
         modules = module.named_modules()
@@ -156,10 +157,7 @@ class ModuleStates(ObjectStates):
         super().visit(value, name)
 
     def _has_state(self, value: Any) -> bool:
-        kind = type(value)
-        if issubclass(kind, nn.Module):  # in a container, such as a metric object in a dict
-            return id(value) not in self._members
-        has_state = super()._has_state(value)
+        kind, has_state = type(value), super()._has_state(value)
         if not has_state and issubclass(kind, Iterator) and kind not in weakref.ProxyTypes:
             self.iterators.append(self._visited)
         return has_state
@@ -241,11 +239,16 @@ class ModuleStates(ObjectStates):
         if kept.in_data and not in_data:
             return not is_container or len(value) == len(before)
         if isinstance(value, Tensor):
-            return version_of(value) == kept.version
+            if version_of(value) != kept.version:
+                return False
+            compares = before is not None and (in_data or value.is_inference())  # a write by `data` has no version
+            return not compares or has_numbers(value, before)
         if isinstance(value, np.ndarray):
             return before is None or bool(np.array_equal(value, before, equal_nan=value.dtype.kind in "fc"))
         if isinstance(value, GENERATORS):
             return before is None or _equal_states(state_of(value), before)
+        if is_container and not has_content(beside(value), kept.attributes):
+            return False
         if is_container and has_content(value, before):
             return True
         content = value if is_container else attributes_of(value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
@@ -178,6 +180,60 @@ def test_a_hook_sees_the_gradients_of_each_client(kind, sizes, for_each, tmp_pat
     assert stacks == [4, 4], said
     assert not said_alone(said)
     assert bool(for_each) == (kind not in AT_ONCE)
+
+
+class Alternates(Plain):
+    """Changes attributes back at every second call, and reads numbers, so that there is one call for each client."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.next, self.layers_in_turn = 1.0, 0.5, deque(["net.0", "net.2"])
+
+    def on_after_backward(self):
+        if self.current_epoch and float(self.net[0].weight.grad.norm()) > 0:
+            for name, parameter in self.named_parameters():
+                parameter.grad.mul_(self.now if name.startswith(self.layers_in_turn[0]) else 0.5)
+        self.now, self.next = self.next, self.now
+        self.layers_in_turn.rotate(1)
+
+
+class AlternatesLayers(Plain):
+    def layers(self):
+        return torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Tanh(), torch.nn.Linear(6, 4), torch.nn.Dropout(0.0))
+
+    def on_after_backward(self):
+        if float(self.net[0].weight.grad.norm()) > 0:
+            self.net[3].train(not self.net[3].training)
+            if self.net[3].training:
+                self.net[0].weight.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("kind", [Alternates, AlternatesLayers])
+def test_what_every_second_call_changes_back_is_found(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(odd, "SIZES", [20] * 4)
+    check(kind, tmp_path)
+
+
+class WritesAttributesByData(Plain):
+    """Divides gradients by a mean of their squares, which it writes without a new version."""
+
+    def __init__(self):
+        super().__init__()
+        self.squares = torch.zeros(6, 8, dtype=torch.float64)
+
+    def on_fit_start(self):
+        self.squares.data.zero_()
+
+    def on_after_backward(self):
+        grad = self.net[0].weight.grad
+        if float(grad.norm()) > 0:
+            self.squares.data.mul_(0.9).add_(grad**2, alpha=0.1)
+        if self.global_step >= 2:
+            grad.div_(self.squares.sqrt() + 0.1)
+
+
+def test_numbers_that_are_written_without_a_version_are_found(tmp_path):
+    check_alone(WritesAttributesByData, "writes into the tensor `self.squares`", tmp_path)
 
 
 class ReadsLater(Plain):

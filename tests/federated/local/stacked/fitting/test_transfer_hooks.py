@@ -108,9 +108,57 @@ class ReadsNumbers(Plain):
         return batch[0] / float(batch[0].max()), batch[1]
 
 
+class FollowsTheLoss(Plain):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        if not self.training:
+            return batch
+        return batch[0] * (1 + 0.1 * self.trainer.callback_metrics.get("train_loss", 0.0)), batch[1]
+
+
+class WarmsUp(Plain):
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        if self.training:
+            for group in self.trainer.optimizers[0].param_groups:
+                group["lr"] *= 0.9
+        return batch
+
+
+class Freezes(Plain):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        if self.training and self.current_epoch and len(batch[0]) < 5:
+            self.net[0].eval()
+        return batch
+
+
+class ReadsWeights(Plain):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        if not self.training or self.global_step < 2:
+            return batch
+        return batch[0] * (1 + self.optimizers().param_groups[0]["params"][0].abs().mean()), batch[1]
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
+        (WarmsUp, "sets options of the optimizer, which all clients share"),
+        (Freezes, "changes layers of the module, their modes or their hooks, which all clients share"),
+        (ReadsWeights, "reads the optimizer's parameters, which are those of all clients"),
+    ],
+)
+def test_what_a_hook_does_to_some_clients_is_found(kind, words, tmp_path):
+    _, said = check(kind, tmp_path)
+    assert any(words in text for text in said), said
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (FollowsTheLoss, "is preceded by a hook of the batch transfer, which asks for `trainer.callback_metrics`"),
         (Augments, "draws random numbers of torch, which are others than those of a client alone"),
         (ReadsNumbers, "is preceded by a hook of the batch transfer, which reads a number out of a tensor"),
     ],
