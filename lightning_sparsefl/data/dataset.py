@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -17,6 +18,7 @@ from lightning_sparsefl.data.keys import read_keys
 from lightning_sparsefl.data.partition import IID, Partition, check_num_clients
 from lightning_sparsefl.data.split import Part
 from lightning_sparsefl.errors import InvalidOption, is_number, require, require_type
+from lightning_sparsefl.sparse.density import listed
 
 
 class FederatedDataset(FederatedDataModule):
@@ -104,8 +106,50 @@ class FederatedDataset(FederatedDataModule):
         return *train, *(train if self.test_fraction > 0 else test)
 
     def assign(self, labels: Tensor, seed: int) -> list[Tensor]:
-        """Return the indices of each client's training examples, by the partition and its labels or groups."""
-        return self.partition.split(self._keys.split, self.num_clients, seed)
+        """Return the indices of each client's training examples, by the partition and its labels or groups.
+
+        Raises:
+            InvalidOption: If there are more clients than groups, or the test data lacks the group of a client.
+        """
+        parts = self.partition.split(self._keys.split, self.num_clients, seed)
+        if isinstance(self.partition, ByGroup):
+            groups = [self._keys.split[own].unique().tolist() for own in parts]
+            self.client_names = [self._name_of(own) for own in groups]
+            self._require_tested(groups)
+            self._tell_left_out(groups, self.partition.min_examples)
+        return parts
+
+    def _name_of(self, groups: Sequence[int]) -> str:
+        """Return the name of a client by its groups, of which only a merged one has several."""
+        return self._keys.names[groups[0]] if len(groups) == 1 else f"{len(groups)} small groups"
+
+    def _require_tested(self, groups: Sequence[Sequence[int]]) -> None:
+        """Check that the test data has examples of each client's groups, if it is matched by them."""
+        if not self._num_test or self._keys.train is not self._keys.split:
+            return
+        tested = set(self._keys.test.unique().tolist())
+        missing = [self._name_of(own) for own in groups if tested.isdisjoint(own)]
+        if missing:
+            raise InvalidOption(
+                f"`data.test` has no example of {len(missing)} of the {len(groups)} groups that are clients, "
+                f"{listed(missing, 5)}; raise `data.partition.min_examples` if these are small, leave them out of "
+                "`data.train`, or set `data.test_fraction` in place of `data.test`."
+            )
+
+    def _tell_left_out(self, groups: Sequence[Sequence[int]], least: int) -> None:
+        """Report the groups that are not clients."""
+        used = {group for own in groups for group in own}
+        sizes = torch.bincount(self._keys.split).tolist()
+        left = [size for group, size in enumerate(sizes) if size and group not in used]
+        if not left:
+            return
+        why = f"`data.partition.min_examples` is {least}" if min(left) < least else ""
+        if max(left) >= least:
+            why += f"{' and ' if why else ''}`data.num_clients` is {self.num_clients}"
+        rank_zero_info(
+            f"{len(left)} of {len(left) + len(used)} groups, with {sum(left)} of {sum(sizes)} examples, are left out, "
+            f"since {why}."
+        )
 
     def client_label_counts(self, client: int) -> Tensor:
         """Count the training examples of each class of a client, int64 of shape (classes,).

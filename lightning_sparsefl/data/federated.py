@@ -26,7 +26,7 @@ from lightning_sparsefl.data.split_name import split_name
 from lightning_sparsefl.errors import InvalidOption, is_number, is_whole, require, require_type
 from lightning_sparsefl.seeds import generator, seed_from_environment
 
-_NOT_OPTIONS = frozenset({*vars(L.LightningDataModule()), "trainer", "client_sizes", "memory_map"})
+_NOT_OPTIONS = frozenset({*vars(L.LightningDataModule()), "trainer", "client_sizes", "client_names", "memory_map"})
 
 
 TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -89,6 +89,8 @@ class FederatedDataModule(L.LightningDataModule):
     """Stored value that is scaled to 1."""
     crop_padding: int | None = None
     """Padding of the random crop in training, which is followed by a random flip; None for no augmentation."""
+    client_names: Sequence[str] | None = None
+    """Name of each client, such as its group in the data, known once the data is set up; None for no names."""
     has_columns: ClassVar[bool] = False
     """Whether the data has columns from which groups can be read."""
 
@@ -365,9 +367,8 @@ class FederatedDataModule(L.LightningDataModule):
         test = self.choose_test(client, labels[train], test_labels, rng)
         require_type(f"{type(self).__name__}.choose_test", test, Tensor)
         if not len(test):
-            kind = "group" if isinstance(self.partition, ByGroup) else "classes"
             raise InvalidOption(
-                f"The test set contains no example of the {kind} of client {client}, so the client cannot be "
+                f"The test set contains no example of the classes of client {client}, so the client cannot be "
                 "evaluated; change `data.partition` or lower `data.num_clients`."
             )
         return train, val, test

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,8 @@ class Keys:
     """What a client's test examples must share with its training examples: values of the latter, shape (examples,)."""
     test: Tensor
     """The same of the test examples, shape (test examples,)."""
+    names: Sequence[str] = ()
+    """Value of each group as text, by its number; empty if the examples are not split by groups."""
 
 
 def read_keys(train: Any, test: Any, labels: Values | None, test_labels: Values | None, partition: Partition) -> Keys:
@@ -57,8 +60,10 @@ def read_keys(train: Any, test: Any, labels: Values | None, test_labels: Values 
     own, matched = known[0] if known else None, (known[0], known[1]) if len(known) == 2 else nothing
     if not isinstance(partition, ByGroup):
         return Keys(own, nothing[0] if own is None else own, *matched)
-    groups = _read_groups(train, test, partition.by)
-    return Keys(own, groups[0], *((groups[0], groups[1]) if len(groups) == 2 else matched))
+    values = _read_groups(train, test, partition.by)
+    groups = group_numbers(values, "data.partition.by")
+    names = [str(value) for value in np.unique(np.concatenate(values)).tolist()]
+    return Keys(own, groups[0], *((groups[0], groups[1]) if len(groups) == 2 else matched), names)
 
 
 def _read_labels(
@@ -82,8 +87,7 @@ def _read_labels(
     return class_numbers([own] if others is None else [own, others], "data.labels")
 
 
-def _read_groups(train: Any, test: Any, by: Values) -> list[Tensor]:
+def _read_groups(train: Any, test: Any, by: Values) -> list[np.ndarray]:
     """Return the groups of the training examples, and those of the test examples unless only values are known."""
     named = isinstance(by, str) or callable(by)
-    parts = [train, test] if named and len(test) else [train]
-    return group_numbers([read_values(part, by, "data.partition.by") for part in parts], "data.partition.by")
+    return [read_values(part, by, "data.partition.by") for part in ([train, test] if named and len(test) else [train])]

@@ -91,6 +91,10 @@ def test_trains_and_resumes_and_replays(sparsefl, config, tmp_path):
     assert code == 0, err
     folder = run_folder(tmp_path, "FedAvg")
     assert rounds(folder) == [0, 1]
+    names = list(csv.DictReader((folder / "names.csv").read_text().splitlines()))
+    assert [row["client"] for row in names] == list(map(str, range(len(names))))
+    assert len({row["name"] for row in names}) == len(names) > 1
+    assert sum(int(row["examples"]) for row in names) <= 80
     assert sparsefl("fit", "--ckpt_path", folder, "--trainer.max_rounds=3", "--quiet")[0] == 0
     assert rounds(folder) == [0, 1, 2]
     code, out, err = sparsefl("replay", "--ckpt_path", folder, "--client=2")

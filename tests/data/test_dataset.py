@@ -451,9 +451,42 @@ def test_an_error_of_a_function_is_shown_as_it_is():
         FederatedDataset(Pairs(0, 9), labels=lambda item: int("one"), test_fraction=0.1)
 
 
+@pytest.mark.parametrize(
+    ("options", "names", "said"),
+    [
+        (
+            {"min_examples": 2},
+            ["a", "b"],
+            "2 of 4 groups, with 2 of 7 examples, are left out, since `data.parti",
+        ),
+        ({"min_examples": 2, "small_groups": "merge"}, ["a", "b", "2 small groups"], ""),
+        ({"num_clients": 3}, ["a", "b", "d"], "1 of 4 groups, with 1 of 7 examples, are left out, since `data.num_cl"),
+        (
+            {"min_examples": 2, "num_clients": 1},
+            ["a"],
+            "since `data.partition.min_examples` is 2 and `data.num",
+        ),
+    ],
+)
+def test_clients_have_the_names_of_their_groups(options, names, said, caplog):
+    number = options.pop("num_clients", None)
+    data = FederatedDataset(
+        TensorDataset(torch.zeros(7, 2), torch.zeros(7, dtype=torch.int64)),
+        TensorDataset(torch.zeros(2, 2), torch.zeros(2, dtype=torch.int64)),
+        partition=ByGroup(np.array(list("bbacbad")), **options),
+        num_clients=number,
+    )
+    assert data.client_names is None
+    data.setup()
+    assert data.client_names == names
+    assert said in caplog.text
+    assert bool(said) == ("left out" in caplog.text)
+
+
 def test_refuses_what_shows_in_the_split():
     data = FederatedDataset(Records(range(3)), Records(range(2)), partition=ByGroup("site"))
-    with pytest.raises(InvalidOption, match=r"contains no example of the group of client \d, so the client cannot be"):
+    words = "`data.test` has no example of 1 of the 3 groups that are clients, `south`; raise `data.partition.min_exam"
+    with pytest.raises(InvalidOption, match=words):
         data.setup()
     data = FederatedDataset(Records(range(100)), partition=ByGroup("site"), num_clients=4, test_fraction=0.1)
     with pytest.raises(InvalidOption, match=r"`data.num_clients` is 4; expected a number from 1 to 3, the number of"):

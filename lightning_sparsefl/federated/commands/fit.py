@@ -270,6 +270,9 @@ class Fit:
         hparams = hyperparameters(self.options, self.parts.data, self.parts.module)
         if self.ranks.first:
             self.folder.write_hyperparameters(hparams)
+            names = getattr(self.parts.data, "client_names", None)
+            if names is not None:
+                self.folder.write_names(names, [self.parts.data.num_examples(client) for client in range(len(names))])
         self._recorder = Recorder(
             self.folder,
             self.options,

@@ -7,6 +7,7 @@
     metrics.csv      one row per round
     clients.csv      one row per client and round, for clients that were trained or evaluated
     overlap.csv      one row per pair of clients and pictured round: the overlap of the masks that they uploaded last
+    names.csv        one row per client with its name and number of examples, for data whose clients have names
     finetuned.csv    one row per client with scores before and after fine-tuning, for methods that fine-tune
     summary.json     the final results; a number that is not finite is null
     checkpoints/     last.ckpt, the one before it (previous.ckpt), and the records of the clients
@@ -187,6 +188,18 @@ class RunFolder:
     def discard_finetuned(self) -> None:
         """Delete `finetuned.csv`, which an earlier end of the run may have left."""
         (self.path / FINETUNED).unlink(missing_ok=True)
+
+    def write_names(self, names: Sequence[str], sizes: Sequence[int]) -> None:
+        """Write `names.csv`.
+
+        Args:
+            names: Name of each client.
+            sizes: Number of training examples of each client.
+        """
+        path = self.path / "names.csv"
+        path.unlink(missing_ok=True)
+        clients = enumerate(zip(names, sizes, strict=True))
+        Table(path).append([{"client": client, "name": name, "examples": size} for client, (name, size) in clients])
 
     def write_hyperparameters(self, hparams: Mapping[str, Any]) -> None:
         """Write `hparams.yaml`, the file that a TensorBoard logger in this folder would write."""
