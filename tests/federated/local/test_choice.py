@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
@@ -11,6 +13,7 @@ from helpers.networks import Classifier
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation, FedPer
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.federated.local import choice
+from lightning_sparsefl.federated.local.fast import steps
 from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
 
 
@@ -26,6 +29,13 @@ class Reading(Classifier):
         self.read.append(loss.item())
         self.note(len(self.read))
         return loss
+
+
+class NoLoss(Classifier):
+    """Classifier whose training step forgets to return the loss."""
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
 
 
 class Normed(Classifier):
@@ -163,6 +173,15 @@ def test_auto_trains_one_client_after_another_without_a_warning(case, fit, caplo
     assert "one after another" not in caplog.text
     assert "at once" not in caplog.text
     assert equal(weights, fit("fast", **ALONE[case])[1])
+
+
+@pytest.mark.parametrize("engine", ["auto", "fast", "stacked"])
+def test_steps_without_a_loss_are_told_with_each_engine(engine, fit):
+    steps._warnings.clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fit(engine, module=NoLoss)
+    assert sum("`training_step` returned `None`" in str(each.message) for each in said) == 1
 
 
 def test_a_size_of_the_user_holds(fit):

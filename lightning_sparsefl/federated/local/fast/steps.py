@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,16 @@ from lightning_sparsefl.federated.local.fast.direct_calls import run_backward, s
 from lightning_sparsefl.federated.local.fast.hooks import Hooks
 
 _warnings = WarningCache()
+
+
+@contextmanager
+def warnings_forgotten() -> Iterator[None]:
+    """Give the warnings of steps again that were given in the context, such as that of a trial, which shows none."""
+    known = set(_warnings)
+    try:
+        yield
+    finally:
+        _warnings.intersection_update(known)
 
 
 def as_failure(name: str, error: StopIteration) -> RuntimeError:

@@ -39,7 +39,7 @@ class StackGradients:
     Args:
         worker: Worker whose engine, module and data are used.
         asked: Whether the user has asked for stacks, and is told what cannot be stacked.
-        findings: What is known of the module's steps and hooks; what else is found is added.
+        findings: Findings about the module's steps and hooks; what else is found is added.
     """
 
     def __init__(self, worker: ClientWorker, asked: bool, findings: Findings) -> None:
@@ -142,7 +142,7 @@ def differentiate_stack(
         engine: Engine that computes the gradient of a client alone, whose options hold for the stack.
         module: Module of the user; left as it was.
         requests: Requests of the clients.
-        findings: What is known of the module's steps and hooks.
+        findings: Findings about the module's steps and hooks.
     """
     with modes_restored(module):
         module.eval()

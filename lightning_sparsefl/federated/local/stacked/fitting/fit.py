@@ -95,7 +95,7 @@ class StackedFit:
     Args:
         trainer: Trainer that the module sees, without callbacks and loggers.
         requests: Requests of the clients, by falling number of samples.
-        findings: What is known of the module's steps and hooks; steps that change attributes are not recorded.
+        findings: Findings about the module's steps and hooks; steps that change attributes are not recorded.
         recorder: Recorder of the module's steps; None = each batch calls the training step.
     """
 
@@ -637,7 +637,7 @@ def fit_stack(
         module: Module of the user; left as it was.
         datamodule: Object that becomes `trainer.datamodule`.
         requests: Requests of the clients, by falling number of samples.
-        findings: What is known of the module's steps and hooks.
+        findings: Findings about the module's steps and hooks.
         recorder: Recorder of the module's steps; None = each batch calls the training step.
 
     Returns:
@@ -664,7 +664,7 @@ def stacked_fit(
         module: Module of the user; left as it was.
         datamodule: Object that becomes `trainer.datamodule`.
         requests: Requests of the clients, by falling number of samples.
-        findings: What is known of the module's steps and hooks.
+        findings: Findings about the module's steps and hooks.
         recorder: Recorder of the module's steps; None = each batch calls the training step.
     """
     trainer = StackTrainer(engine.options, engine.fabric, module, (), (), datamodule, engine.precision, engine.samples)

@@ -117,7 +117,7 @@ class StackedEvaluation:
     Args:
         trainer: Trainer that the module sees, without callbacks and loggers.
         requests: Requests of one split, by falling number of samples.
-        findings: What is known of the module's steps and hooks; steps that change attributes are not recorded.
+        findings: Findings about the module's steps and hooks; steps that change attributes are not recorded.
         recorder: Recorder of the module's evaluations; None = each batch calls the module's step.
     """
 
@@ -269,7 +269,7 @@ def evaluate_stack(
         module: Module of the user; left as it was.
         datamodule: Object that becomes `trainer.datamodule`.
         requests: Requests of one split, by falling number of samples.
-        findings: What is known of the module's steps and hooks.
+        findings: Findings about the module's steps and hooks.
         recorder: Recorder of the module's evaluations; None = each batch calls the module's step.
     """
     trainer = StackTrainer(engine.options, engine.fabric, module, (), (), datamodule, samples=engine.samples)

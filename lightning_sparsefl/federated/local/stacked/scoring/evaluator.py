@@ -46,7 +46,7 @@ class StackEvaluator:
         activations: Numbers that the module's layers return for one sample.
         room: Numbers that the weights and activations of a stack may have; larger evaluations gain nothing.
         warns: Whether to warn of scores that cannot be computed as stacks.
-        findings: What is known of the module's steps and hooks; what else is found is added.
+        findings: Findings about the module's steps and hooks; what else is found is added.
         recorder: Recorder of the module's evaluations. Default: each batch calls the module's step.
     """
 

@@ -23,6 +23,7 @@ from lightning_sparsefl.data.examples import reads_here
 from lightning_sparsefl.data.federated import TRANSFERS
 from lightning_sparsefl.federated.exchange.failures import in_brief
 from lightning_sparsefl.federated.local.engines import FastEngine
+from lightning_sparsefl.federated.local.fast.steps import warnings_forgotten
 from lightning_sparsefl.federated.local.fast.support import NEVER_CALLED, SCORING_HOOKS, STEPS, overridden
 from lightning_sparsefl.federated.local.fast.trainer import FastTrainer
 from lightning_sparsefl.federated.local.isolation import restore_trainer_refs
@@ -90,7 +91,7 @@ class StackingTrial:
             ones are a stack.
         activations: Numbers that the module's layers return for one batch.
         samples: Number of samples in that batch.
-        findings: What the trial has found out about the module's steps and hooks.
+        findings: Findings of the trial about the module's steps and hooks.
         loops: Whether the step calls a function that ``torch.vmap`` does for one client after another.
     """
 
@@ -151,7 +152,7 @@ class StackingTrial:
         random, worker = torch.get_rng_state(), self._worker
         try:
             with attributes_kept(self._module):
-                with warnings.catch_warnings(record=True) as caught:
+                with warnings_forgotten(), warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
                     clause = self._clause()
                 self.loops = any(functorch.LOOPS in str(warning.message) for warning in caught)
