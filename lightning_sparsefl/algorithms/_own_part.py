@@ -22,10 +22,10 @@ def chosen(weights: Weights, patterns: Sequence[str], fleet: Fleet) -> tuple[str
 
     Args:
         weights: Initial weights of the module.
-        patterns: Patterns of the part.
+        patterns: Patterns of the part, the option `own` of the method.
         fleet: Fleet of the run, which knows the kinds of the module's tensors.
     """
-    return part(weights, patterns, buffers=fleet.buffers, norms=fleet.norms, uses=fleet.uses)
+    return part(weights, patterns, buffers=fleet.buffers, norms=fleet.norms, uses=fleet.uses, option="algorithm.own")
 
 
 def start(weights: Weights, own: Collection[str]) -> ServerState:

@@ -91,7 +91,7 @@ class FLASC(FederatedAlgorithm):
         """
         parameters = {name: value for name, value in weights.items() if name not in fleet.buffers}
         uses = fleet.uses
-        frozen = set(part(parameters, self.frozen, uses=uses))
+        frozen = set(part(parameters, self.frozen, uses=uses, option="algorithm.frozen"))
         adapters = [name for name in self._adapters(parameters, uses) if name not in frozen]
         trained = {*adapters, *self._whole(parameters, uses)} - frozen - uses.frozen
         extra: dict[str, Weights] = {
@@ -103,15 +103,13 @@ class FLASC(FederatedAlgorithm):
 
     def _whole(self, parameters: Weights, uses: TensorUses) -> tuple[str, ...]:
         try:
-            return part(parameters, self.whole, uses=uses)
+            return part(parameters, self.whole, uses=uses, option="algorithm.whole")
         except InvalidOption as error:
-            raise InvalidOption(
-                f"`algorithm.whole` is {self.whole!r}: {error} To train adapters alone, set it to []."
-            ) from error
+            raise InvalidOption(f"{error} To train adapters alone, set `algorithm.whole` to [].") from error
 
     def _adapters(self, parameters: Weights, uses: TensorUses) -> tuple[str, ...]:
         try:
-            return part(parameters, self.adapters, uses=uses)
+            return part(parameters, self.adapters, uses=uses, option="algorithm.adapters")
         except InvalidOption as error:
             raise InvalidOption(
                 f"`algorithm.adapters` is {self.adapters!r}, but the module has no such tensors: expected names of "

@@ -133,7 +133,7 @@ def _unrecognized(problem: Problem, match: re.Match[str]) -> str:
     having = [f"`{subcommand}`" for subcommand, options in problem.elsewhere.items() if name in options]
     if having:
         return f"`{name}` is not an option of this subcommand, but of {', '.join(having)}"
-    return f"`{name}` is not an option" + (_of_python(name) or did_you_mean(name, problem.options))
+    return f"`{name}` is not an option" + (_of_python(name) or _of_class(name) or did_you_mean(name, problem.options))
 
 
 def _of_python(name: str) -> str:
@@ -141,6 +141,14 @@ def _of_python(name: str) -> str:
     if name.removeprefix("--") != "trainer.run_dir":
         return ""
     return ", but an argument in Python; expected `trainer.default_root_dir`, below which a run makes its folder"
+
+
+def _of_class(name: str) -> str:
+    """Return what must precede the help of an option of a class, to be appended; empty for other names."""
+    group, _, option = name.removeprefix("--").partition(".")
+    if group not in KINDS or not option.endswith(".help"):
+        return ""
+    return f" as long as the class of `{group}` is not known; expected `--{group} NAME {name}`"
 
 
 def _before_subcommand(problem: Problem, match: re.Match[str]) -> str:

@@ -33,6 +33,7 @@ def part(
     buffers: Collection[str] = (),
     norms: Collection[str] = (),
     uses: TensorUses = EACH_ONCE,
+    option: str = "patterns",
 ) -> tuple[str, ...]:
     """Return the names of the tensors of a part, in the order of the model.
 
@@ -43,6 +44,7 @@ def part(
         buffers: Names of the floating-point buffers among the weights.
         norms: Names of the tensors of norms, from :func:`norms_of`.
         uses: Uses of the parameters by layers, from :func:`~lightning_sparsefl.sparse.uses.uses_of`.
+        option: Dotted name of the option that has the patterns, for messages.
 
     Raises:
         InvalidOption: If a pattern other than ``norm`` matches nothing, or names a layer that shares a tensor with one
@@ -63,7 +65,7 @@ def part(
         elif pattern == NORM:
             found.update(norms)
         else:
-            found.update(_matching(weights, pattern, uses))
+            found.update(_matching(weights, pattern, uses, option))
     modules = [pattern for pattern in patterns if pattern not in (HEAD, NORM)]
     require_whole_layers(parameters, modules, found, uses)
     return tuple(name for name in weights if name in found)
@@ -80,13 +82,13 @@ def _head_that_trains(parameters: Weights, uses: TensorUses) -> tuple[str, ...]:
     return head
 
 
-def _matching(weights: Weights, pattern: str, uses: TensorUses) -> list[str]:
+def _matching(weights: Weights, pattern: str, uses: TensorUses, option: str) -> list[str]:
     """Return the names that a pattern matches; at least one, if only of a tensor that another layer has too."""
     found = matching(weights, pattern)
     if not found and not matching(uses.among(weights), pattern):
         raise InvalidOption(
-            f"The pattern {pattern!r} of a part matches no tensor; expected 'head', 'norm', a module, or a glob that "
-            f"matches some of {listed(weights, _SHOWN)}."
+            f"`{option}` has the pattern {pattern!r}, which matches no tensor; expected 'head', 'norm', a module, or a "
+            f"glob that matches some of {listed(weights, _SHOWN)}."
         )
     return found
 

@@ -24,7 +24,7 @@ def sent():
 
 
 def test_refuses_a_layer_that_the_model_does_not_have():
-    with pytest.raises(InvalidOption, match="The pattern 'fc9' of a part matches no tensor"):
+    with pytest.raises(InvalidOption, match=r"`algorithm\.own` has the pattern 'fc9', which matches no tensor"):
         started(FedPer(own=("head", "fc9")), views(1.0))
 
 

@@ -177,7 +177,7 @@ def test_a_head_that_does_not_train_is_told_how_to_leave_it_out(federation):
         False
     )
     message = (
-        r"`algorithm.whole` is \('head',\): The model's head .* is frozen .* To train adapters alone, set it to \[\]"
+        r"The model's head .* is frozen .* To train adapters alone, set `algorithm.whole` to \[\]"
     )
     with pytest.raises(InvalidOption, match=message):
         federation(FLASC(), module=module, rounds=1)

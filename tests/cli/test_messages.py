@@ -100,6 +100,11 @@ MISTAKES = {
         ["--client=3"],
         "`--client` is not an option of this subcommand, but of `replay`, `export`.",
     ),
+    "help of an option of a class": (
+        ["--algorithm.server_optimizer.help=ServerOptimizer"],
+        "`--algorithm.server_optimizer.help` is not an option as long as the class of `algorithm` is not known; "
+        "expected `--algorithm NAME --algorithm.server_optimizer.help`.",
+    ),
     "no such option": (["--zebra=1"], "`--zebra` is not an option."),
 }
 

@@ -133,7 +133,7 @@ def test_a_layer_that_is_registered_twice_is_not_tied():
 
 
 def test_a_pattern_must_match_but_there_may_be_no_norm():
-    expected = r"The pattern '9' of a part matches no tensor; expected .* some of `0.weight`, `0.bias`, .* and 4 more"
+    expected = r"`patterns` has the pattern '9', which matches no tensor; expected .* some of `0.weight`, .* and 4 more"
     with pytest.raises(InvalidOption, match=expected):
         part(WEIGHTS, ["9"])
     assert part(WEIGHTS, ["norm"], norms=norms_of(nn.Linear(2, 2))) == ()

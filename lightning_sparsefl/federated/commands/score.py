@@ -16,6 +16,7 @@ def score(run: Run) -> dict[str, float]:
     with run.cohort.interrupts:
         scores = run.scorer.scores(state).summary()
     if run.ranks.first:
-        title = f"{type(run.algorithm).__name__}, {run.split} sets, round {state.server.round}"
+        rounds = state.server.round
+        title = f"{type(run.algorithm).__name__}, {run.split} sets, after {rounds} round{'s' if rounds != 1 else ''}"
         print_table(title, ("", ""), summary_rows(scores))
     return scores
