@@ -8,6 +8,7 @@ import weakref
 from argparse import Namespace
 from collections import UserDict, UserList
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -244,7 +245,8 @@ def has_numbers(value: Tensor, before: Tensor) -> bool:
 
 def _restore_tensor(value: Tensor, before: Tensor) -> None:
     """Give a tensor the numbers that it had, unless it has them, since a write would invalidate graphs."""
-    with torch.inference_mode(value.is_inference()):  # such as a state that was reset at the end of an evaluation
+    # such as a state that was reset at the end of an evaluation; `inference_mode(False)` would enable gradients
+    with torch.inference_mode() if value.is_inference() else nullcontext():
         if value.shape != before.shape:
             value.data = before
         elif not has_numbers(value, before):

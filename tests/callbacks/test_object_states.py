@@ -133,6 +133,19 @@ def test_the_attributes_of_a_container_are_restored_with_its_content():
     assert vars(module.average) == {"updates": 0, "norms": []}
 
 
+def test_weights_that_are_trained_are_restored():
+    held = {"teacher": nn.Linear(2, 1), "sums": torch.zeros(1)}
+    before = held["teacher"].weight.detach().clone()
+    states = ObjectStates()
+    states.visit(held, "held")
+    with torch.no_grad():
+        held["teacher"].weight.add_(1)
+    held["sums"].add_(1)
+    states.restore()
+    assert torch.equal(held["teacher"].weight, before)
+    assert held["sums"] == 0
+
+
 def test_modules_that_are_no_submodules_are_restored():
     module = L.LightningModule()
     module.seen, module.scalers = {"loss": SumMetric()}, [nn.BatchNorm1d(2)]

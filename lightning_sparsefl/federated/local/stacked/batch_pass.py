@@ -53,6 +53,8 @@ class BatchPass:
         """What a hook sees of what the training step returns, if :attr:`has_outputs`."""
         self.has_outputs = False
         """Whether a hook sees what the training step returns."""
+        self.has_own_gradients = False
+        """Whether a hook has assigned gradients in the place of those of the backward pass."""
 
     @property
     def leaves(self) -> Mapping[str, Tensor]:

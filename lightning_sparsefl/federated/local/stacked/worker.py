@@ -343,7 +343,12 @@ class StackedWorker(ClientWorker):
             rewind(group)
 
         try:
-            self._trial.findings.repeat(lambda: self._fit_stack(group), undo)
+            for hook in sorted(self._trial.findings.repeat(lambda: self._fit_stack(group), undo)):
+                _messages.warn(
+                    f"A stack was undone and done again with `{type(self.module).__name__}.{hook}` called for each of "
+                    "its clients, since it cannot act on all of them at once after its first call; set "
+                    "`federation.local_engine: fast` to spare the attempt."
+                )
         except Exception as error:
             undo()
             if isinstance(error, InvalidOption):

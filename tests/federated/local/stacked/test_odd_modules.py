@@ -200,6 +200,23 @@ class ReadsData(Plain):
         return F.cross_entropy(logits, batch[1]) * (1 + self.net[0].weight.data.norm())
 
 
+@alone("replaces the numbers of a weight")
+class ReplacesWeightsOfOneClient(Plain):
+    """Replaces them where one client is left, outside of `torch.vmap`, which refuses it."""
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 3:
+            self.net[0].weight.data = 0.5 * self.net[0].weight.data
+        return self.loss(batch)
+
+
+@alone("writes into a reshaped kernel of a convolution")
+class ScalesFlatKernels(Images):
+    def training_step(self, batch, batch_idx):
+        self.net[0].weight.data.view(4, -1).mul_(0.9)
+        return self.loss(batch)
+
+
 @alone("writes in place into a tensor that all clients share")
 class WritesItsWeightsByData(Plain):
     def training_step(self, batch, batch_idx):

@@ -386,8 +386,8 @@ class StackedFit:
                 if name in self._called_for_each:
                     views = self._views(one, given, require_kept)
                     call_for_each(name, hooks, one.part, views, self.log, samples, **options)
-                else:
-                    call_with_gradients(name, hooks, one.part, one.metrics, self.log, samples, given, **options)
+                elif call_with_gradients(name, hooks, one.part, one.metrics, self.log, samples, given, **options):
+                    one.has_own_gradients = True
             if _versions(leaves) != written:
                 raise NotStackable(f"is followed by `{name}`, which writes into weights")
             if any(options_of(each) != options_of(self.optimizer.optimizer) for each in optimizers):
@@ -510,7 +510,7 @@ class StackedFit:
         log.collect()
         self._gradient_hook("on_after_backward", one)
         self._prepare_step(callbacks, one)
-        self.optimizer.step(low, high, clients.rows, recorded)
+        self.optimizer.step(low, high, clients.rows, None if one.has_own_gradients else recorded)
         self.loop.set_steps(self.optimizer.taken[low:high])  # as schedulers see it
         for callback in callbacks:
             callback.after_step(part.leaves)

@@ -114,7 +114,7 @@ def call_with_gradients(
     samples: Callable[[], int],
     given: Callable[[Mapping[str, Tensor]], tuple[Any, ...]],
     **options: Any,
-) -> None:
+) -> bool:
     """Call a hook of the module that sees gradients for several clients at once.
 
     Args:
@@ -127,6 +127,9 @@ def call_with_gradients(
         given: Function that returns the arguments of the hook for weights as the module sees them.
         **options: Keyword arguments of the hook.
 
+    Returns:
+        Whether the hook has assigned gradients, which may have another layout.
+
     Raises:
         NotStackable: If the hook fails for several clients at once.
     """
@@ -137,7 +140,7 @@ def call_with_gradients(
             hooks.call_module(name, *given(tensors), **options)
 
     with _failing_as(f"is followed by `{name}`"), log.of_hook(name, metrics.low, metrics.high, samples):
-        part.call_with_gradients(run)
+        return part.call_with_gradients(run)
 
 
 class ClientView(NamedTuple):

@@ -15,6 +15,7 @@ clients as those of one batch, and images before it keep the clients in dimensio
 """
 
 from lightning_sparsefl.federated.local.stacked.rules import layers, tensors  # noqa: F401  # which register their rules
+from lightning_sparsefl.federated.local.stacked.rules.copies import KernelCopies, address
 from lightning_sparsefl.federated.local.stacked.rules.gradients import Gradients
 from lightning_sparsefl.federated.local.stacked.rules.mode import (
     KEPT_ELSEWHERE,
@@ -38,9 +39,11 @@ __all__ = [
     "REMOVES_GRADIENT",
     "FlatViews",
     "Gradients",
+    "KernelCopies",
     "LayerRules",
     "OtherTensors",
     "Rule",
+    "address",
     "failing_alone",
     "rule_for",
 ]

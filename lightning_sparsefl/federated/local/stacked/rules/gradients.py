@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_sparsefl.federated.local.stacked import functorch
@@ -52,10 +51,14 @@ class Gradients:
         """
         self._seen[id(weight)], self._replaced[id(weight)] = seen, slopes
 
-    @torch.no_grad()
-    def store(self) -> None:
-        """Copy the gradients that have been assigned into those that they replace."""
+    def store(self) -> bool:
+        """Give the weights of all clients the gradients that have been assigned, and return whether there are any.
+
+        They are not copied, since the module may keep them too, as a momentum, and later changes of gradients are to
+        reach what it keeps.
+        """
         for name, weight in self._weights.items():
-            slopes, own = self._replaced.get(id(weight)), self._leaves[name].grad
-            if slopes is not None and own is not None:
-                own.copy_(slopes)
+            slopes = self._replaced.get(id(weight))
+            if slopes is not None:
+                self._leaves[name].grad = slopes
+        return bool(self._replaced)

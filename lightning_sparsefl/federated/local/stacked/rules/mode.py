@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_sparsefl.federated.exchange.failures import in_brief, is_out_of_memory
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
+from lightning_sparsefl.federated.local.stacked.rules.copies import RESHAPING, KernelCopies
 from lightning_sparsefl.federated.local.stacked.rules.gradients import Gradients
 
 Rule = Callable[..., Any]
@@ -63,11 +64,19 @@ class LayerRules(TorchFunctionMode):
         level: Number of the level.
         own: Identities of the module's own tensors, which no client has.
         gradients: Gradients of the weights; None where they cannot be seen.
+        copies: Receiver of the copies of convolution kernels that are made; None without such kernels.
     """
 
-    def __init__(self, size: int, level: int, own: Set[int] = frozenset(), gradients: Gradients | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        level: int,
+        own: Set[int] = frozenset(),
+        gradients: Gradients | None = None,
+        copies: KernelCopies | None = None,
+    ) -> None:
         super().__init__()
-        self.size, self.level, self._own, self.gradients = size, level, own, gradients
+        self.size, self.level, self._own, self.gradients, self._copies = size, level, own, gradients, copies
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the rule of a function, or the function itself."""
@@ -80,13 +89,18 @@ class LayerRules(TorchFunctionMode):
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         require_others(args, self._own)
-        rule = RULES.get(func)
+        rule, output = RULES.get(func), NotImplemented
         if rule is not None:
             with functorch.Outside():
                 output = rule(self, *args, **kwargs)
-            if output is not NotImplemented:
-                return output
-        return func(*args, **kwargs)
+        if output is NotImplemented:
+            output = func(*args, **kwargs)
+        if self._copies is not None and func in RESHAPING:
+            self._copies.note(self._plain(args[0]), self._plain(output))
+        return output
+
+    def _plain(self, tensor: Tensor) -> Tensor:
+        return functorch.unwrap(tensor, self.level)[0] if functorch.is_batched(tensor) else tensor
 
     def open(self, value: Any, dim: int = 0) -> Tensor | None:
         """Return the plain tensor of all clients; None if the value is the same for all.
@@ -193,13 +207,24 @@ class OtherTensors(TorchFunctionMode):
 
 
 class FlatViews(TorchFunctionMode):
-    """Mode for one client, whose images have the layout of kernels in a stack, which ``view`` cannot flatten."""
+    """Mode for one client, whose images have the layout of kernels in a stack, which ``view`` cannot flatten.
+
+    Args:
+        copies: Receiver of the copies of convolution kernels that are made.
+    """
+
+    def __init__(self, copies: KernelCopies) -> None:
+        super().__init__()
+        self._copies = copies
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function, and ``reshape`` for a ``view`` of images."""
         if func is Tensor.view and args[0].dim() == 4 and not args[0].is_contiguous():
             func = Tensor.reshape
-        return func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
+        if func in RESHAPING:
+            self._copies.note(args[0], output)
+        return output
 
 
 def channels_last(images: Tensor) -> Tensor:

@@ -149,10 +149,16 @@ def _set_gradient(rules: LayerRules, input: Any, value: Any) -> Any:
         return None
     if (value.shape, value.dtype) != (before.shape, before.dtype):
         raise NotStackable("assigns a gradient of another shape or type")
-    slopes = rules.every(value)
+    own, slopes = rules.open(value), rules.every(value)
     assert slopes is not None
-    rules.gradients.replace(input, value, slopes.detach())
+    rules.gradients.replace(input, value, slopes.detach().clone() if own is None else slopes.detach())
     return None
+
+
+@rule_for(Tensor.grad.__delete__)  # type: ignore[union-attr]
+def _delete_gradient(rules: LayerRules, input: Any) -> Any:
+    """Remove the gradient of a weight, as an assignment of None does."""
+    return _set_gradient(rules, input, None)
 
 
 @rule_for(Tensor.data.__get__)  # type: ignore[attr-defined]
@@ -181,7 +187,7 @@ def _norms(rules: LayerRules, tensors: Any, ord: float = 2, dtype: torch.dtype |
     """Return the norm of each tensor, as the functions of torch that clip gradients ask for them."""
     opened = [rules.every(tensor) for tensor in tensors]
     return [
-        rules.close(torch.linalg.vector_norm(each.flatten(1), ord, 1, dtype=dtype))
+        rules.close(torch.linalg.vector_norm(each.reshape(len(each), -1), ord, 1, dtype=dtype))
         for each in opened
         if each is not None
     ]

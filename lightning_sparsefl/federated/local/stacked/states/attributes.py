@@ -258,6 +258,16 @@ class AttributeStates:
         if len(set(places)) < len(places) or not set(places).isdisjoint(others):
             raise NotStackable(f"keeps a weight itself, or two views of one tensor, in {self._names}")
 
+    def addresses(self, low: int, high: int) -> set[int]:
+        """Return the addresses of the memory of the tensors of the clients from `low` to before `high`.
+
+        Args:
+            low: First client.
+            high: Client after the last one.
+        """
+        rows = [row for held, place in self.held[low:high] for row in self._rows(held, place)]
+        return {row.untyped_storage().data_ptr() for row in rows}
+
     def _rows(self, held: _Held, place: int) -> list[Tensor]:
         """Return the tensors of one client."""
         found: list[Tensor] = []
@@ -303,6 +313,10 @@ class AttributeRows:
         self.states, self.low, self.high = states, low, high
         self._stored, self._level = _ListItems(), 0
         """Items of stored lists, with what the last step has seen of them at this level."""
+
+    def addresses(self) -> set[int]:
+        """Return the addresses of the memory of the clients' tensors."""
+        return self.states.addresses(self.low, self.high)
 
     @contextmanager
     def shown(self, level: int) -> Iterator[None]:

@@ -24,8 +24,8 @@ class Findings:
         self.hooks: set[str] = set()
         self.settled = False
 
-    def repeat(self, run: Callable[[], None], undo: Callable[[], None] = lambda: None) -> None:
-        """Run a function until it finds nothing else.
+    def repeat(self, run: Callable[[], None], undo: Callable[[], None] = lambda: None) -> set[str]:
+        """Run a function until it finds nothing else, and return the hooks that it has found.
 
         Args:
             run: Function that raises :class:`.ChangesAttribute` for an attribute, and :class:`.SeesOneClient` for a
@@ -39,6 +39,7 @@ class Findings:
         try:
             while self._finds_more(run):
                 undo()
+            return self.hooks - hooks
         finally:
             if self.settled:
                 self.hooks = hooks

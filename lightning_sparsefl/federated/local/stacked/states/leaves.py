@@ -17,8 +17,10 @@ from lightning_sparsefl.federated.local.stacked.rules import (
     REMOVES_GRADIENT,
     FlatViews,
     Gradients,
+    KernelCopies,
     LayerRules,
     OtherTensors,
+    address,
 )
 from lightning_sparsefl.federated.local.stacked.states.attributes import AttributeRows, AttributeStates
 
@@ -142,20 +144,25 @@ class StackedModule:
         if self.size == 1:  # without a level, a step of one client takes half the time
             batch = map_tensors(batch, lambda tensor: tensor.squeeze(0))
             tensors = {name: self._seen(name, leaf.squeeze(0)) for name, leaf in self.leaves.items()}
-            flat = FlatViews() if self.convolves else nullcontext()
-            with self._alike(), self.attributes.shown(0), self._shown(tensors), OtherTensors(self.own_ids), flat:
-                return map_tensors(function(batch, 0), lambda tensor: tensor.unsqueeze(0))
+            with self._alike(), self.attributes.shown(0), self._alone(tensors):
+                output = map_tensors(function(batch, 0), lambda tensor: tensor.unsqueeze(0))
+            for name, tensor in tensors.items():
+                self._require_own_memory(tensor, self.leaves[name].detach()[0])
+            return output
         with functorch.vmap_level(self.size) as level:
             batch = map_tensors(batch, lambda tensor: functorch.wrap(*self._laid_out(tensor), level))
             with self._at(level, self._views(level)):
                 output = function(batch, level)
             return map_tensors(output, lambda tensor: unwrapped(tensor, level, self.size))
 
-    def call_with_gradients(self, function: Callable[[Mapping[str, Tensor], int], None]) -> None:
+    def call_with_gradients(self, function: Callable[[Mapping[str, Tensor], int], None]) -> bool:
         """Call a function of the module for all clients, which sees the gradients of their weights.
 
         Args:
             function: Function of the weights by name and of the number of the level, which uses the module.
+
+        Returns:
+            Whether the function has assigned gradients, which may have another layout.
 
         Raises:
             NotStackable: If one was raised within the function, even if the user's code has caught it.
@@ -165,21 +172,43 @@ class StackedModule:
             gradients = Gradients(views, self.leaves, level)
             with self._at(level, views, gradients):
                 function(views, level)
-        gradients.store()
+        return gradients.store()
 
     @contextmanager
     def _at(self, level: int, views: Mapping[str, Tensor], gradients: Gradients | None = None) -> Iterator[None]:
         """Let the module hold the tensors of all clients at a level within the context, where rules are active."""
+        copies = self._copies() if self.convolves else None
         with (
             self._alike(),
             self.attributes.shown(level),
             self._shown(views),
-            LayerRules(self.size, level, self.own_ids, gradients),
+            LayerRules(self.size, level, self.own_ids, gradients, copies),
             NotStackable.noted() as noted,
         ):
             yield
         if noted:
             raise noted[0]
+        if copies is not None:
+            copies.require_unwritten()
+
+    @contextmanager
+    def _alone(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the module hold the tensors of one client within the context, outside of a level."""
+        copies = self._copies()
+        flat = FlatViews(copies) if self.convolves else nullcontext()
+        with self._shown(tensors), OtherTensors(self.own_ids), flat:
+            yield
+        copies.require_unwritten()
+
+    def _copies(self) -> KernelCopies:
+        """Return a receiver of copies of weights and of gradients."""
+        grads = [leaf.grad for leaf in self.leaves.values() if leaf.grad is not None]
+        return KernelCopies(self.attributes.states.storages.union(map(address, grads)))
+
+    def _require_own_memory(self, tensor: Tensor, row: Tensor) -> None:
+        """Raise :class:`NotStackable` unless a tensor that the module has had is still a view of a row of its leaf."""
+        if not _is_same_memory(tensor, row):
+            raise NotStackable("replaces the numbers of a weight (`data`) instead of writing into them")
 
     def view(self, place: int) -> dict[str, Tensor]:
         """Return the tensors of one client, with views of its gradients.
@@ -201,7 +230,7 @@ class StackedModule:
     def showing(self, tensors: Mapping[str, Tensor], place: int, attributes: AttributeRows) -> Iterator[None]:
         """Let the module hold the tensors and attributes of one client within the context.
 
-        A gradient that is replaced is copied into the one that it replaces.
+        Gradients that are replaced are copied into those that they replace.
 
         Args:
             tensors: Result of :meth:`view`.
@@ -209,28 +238,33 @@ class StackedModule:
             attributes: Attributes of the client.
 
         Raises:
-            NotStackable: If a gradient is removed, or given to a weight that has none, if a weight is replaced, or if a
-                hook is registered.
+            NotStackable: If a gradient is removed, given to a weight that has none, or kept in an attribute as well as
+                assigned, if a weight is replaced, or if a hook is registered.
         """
-        with attributes.shown(0), self._shown(tensors), OtherTensors(self.own_ids):
+        with attributes.shown(0), self._alone(tensors):
             yield
+        replaced = []
         for name, tensor in tensors.items():
-            if not _is_same_memory(tensor, self.leaves[name].detach()[place]):
-                raise NotStackable("replaces the numbers of a weight (`data`) instead of writing into them")
+            self._require_own_memory(tensor, self.leaves[name].detach()[place])
             if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
                 raise NotStackable("registers a hook for the gradient of a weight")
-            self._take_gradient(self.leaves[name].grad, place, tensor.grad)
+            replaced += self._replaced(self.leaves[name].grad, place, tensor.grad)
+        kept = attributes.addresses() if replaced else set()
+        if not kept.isdisjoint(address(grad) for _, grad in replaced):
+            raise NotStackable("assigns a gradient that an attribute has as well")
+        with torch.no_grad():
+            copies = [grad.clone() for _, grad in replaced]  # first, since gradients may be swapped
+            for (row, _), copied in zip(replaced, copies, strict=True):
+                row.copy_(copied)
 
-    @torch.no_grad()
-    def _take_gradient(self, grads: Tensor | None, place: int, grad: Tensor | None) -> None:
-        """Store the gradient of one client, unless it is a view of that of all."""
+    def _replaced(self, grads: Tensor | None, place: int, grad: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        """Return the row of the gradients of all clients with one client's gradient, unless that is a view of it."""
         if grads is None and grad is None:
-            return
+            return []
         if grads is None or grad is None:
             raise NotStackable(REMOVES_GRADIENT)
         row = grads.detach()[place]
-        if not _is_same_memory(grad, row):
-            row.copy_(grad)
+        return [] if _is_same_memory(grad, row) else [(row, grad.detach())]
 
     @contextmanager
     def _alike(self) -> Iterator[None]:

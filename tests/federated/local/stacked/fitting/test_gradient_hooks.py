@@ -157,8 +157,59 @@ class Accumulates(Plain):
         self.log("slopes", torch.tensor([slope.norm() for slope in self.slopes.values()]).sum())
 
 
+class KeepsWhatItAssigns(Plain):
+    """Assigns a momentum that it keeps, which the next hook then clips."""
+
+    def __init__(self):
+        super().__init__()
+        self.momenta = {}
+
+    def on_after_backward(self):
+        for name, parameter in self.named_parameters():
+            self.momenta[name] = 0.9 * self.momenta.get(name, torch.zeros_like(parameter)) + parameter.grad
+            parameter.grad = self.momenta[name]
+
+    def on_before_optimizer_step(self, optimizer):
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+class Swaps(Plain):
+    def layers(self):
+        linear = torch.nn.Linear
+        return torch.nn.Sequential(linear(8, 8), torch.nn.Tanh(), linear(8, 8), torch.nn.Tanh(), linear(8, 4))
+
+    def on_after_backward(self):
+        first, second = self.net[0].weight, self.net[2].weight
+        first.grad, second.grad = second.grad, first.grad
+
+
+class SwapsAndReads(Swaps):
+    def on_after_backward(self):
+        if float(self.net[0].weight.grad.norm()) > 0:
+            super().on_after_backward()
+
+
+class ClipsAScalar(ClipsAsLightning):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, inputs):
+        return super().forward(inputs) * self.scale
+
+
+class ReadsKernels(odd.Images):
+    """Reads flat kernels and gradients, of which a stack makes copies."""
+
+    def on_after_backward(self):
+        grads = torch.cat([parameter.grad.flatten() for parameter in self.parameters()])
+        kernels = self.net[0].weight.view(4, -1).norm(dim=1) + self.net[3].weight.grad.reshape(4, -1).norm(dim=1)
+        self.log("sizes", grads.norm() + kernels.sum())
+
+
 AT_ONCE = [
-    LogsNorms, ClipsByValue, ClipsAsLightning, Centralizes, Decoupled, Accumulates, NotTrained, StepsItsScheduler,
+    LogsNorms, ClipsByValue, ClipsAsLightning, ClipsAScalar, Centralizes, Decoupled, Accumulates, KeepsWhatItAssigns,
+    Swaps, ReadsKernels, NotTrained, StepsItsScheduler,
 ]  # fmt: skip
 
 
@@ -173,7 +224,7 @@ def for_each(monkeypatch):
 
 
 @pytest.mark.parametrize("sizes", [list(odd.SIZES), [20] * 4], ids=["ragged", "even"])
-@pytest.mark.parametrize("kind", [*AT_ONCE, ReadsNumbers, Clips])
+@pytest.mark.parametrize("kind", [*AT_ONCE, ReadsNumbers, Clips, SwapsAndReads])
 def test_a_hook_sees_the_gradients_of_each_client(kind, sizes, for_each, tmp_path, monkeypatch):
     monkeypatch.setattr(odd, "SIZES", sizes)
     stacks, said = check(kind, tmp_path)
@@ -248,6 +299,7 @@ def test_a_hook_that_reads_a_number_later_is_called_for_each_client_of_that_stac
     stacks, said = check(ReadsLater, tmp_path)
     assert stacks == [4, 4], said
     assert not said_alone(said)
+    assert any("called for each of its clients" in text for text in said)
     assert for_each
 
 
@@ -425,6 +477,44 @@ class RegistersAHook(Plain):
     def on_after_backward(self):
         if self.global_step == 1:
             self.net[0].weight.register_hook(lambda grad: grad * 0.5)
+
+
+class DeletesAGradient(Plain):
+    def on_after_backward(self):
+        if self.global_step > 1:
+            del self.net[0].weight.grad
+
+
+class WritesFlatKernels(odd.Images):
+    def on_after_backward(self):
+        if self.global_step > 1:
+            self.net[0].weight.grad.view(4, -1).mul_(0.5)
+
+
+class WritesFlatGradients(odd.Images):
+    def on_after_backward(self):
+        if self.global_step > 1 and float(self.net[0].weight.grad.norm()) > 0:
+            self.net[0].weight.grad.flatten(1).mul_(0.5)
+
+
+class KeepsWhatEachAssigns(KeepsWhatItAssigns):
+    def on_after_backward(self):
+        if self.global_step > 1 and float(self.net[0].weight.grad.norm()) > 0:
+            super().on_after_backward()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (DeletesAGradient, "removes a gradient"),
+        (WritesFlatKernels, "writes into a reshaped kernel of a convolution or its gradient"),
+        (WritesFlatGradients, "writes into a reshaped kernel of a convolution or its gradient"),
+        (KeepsWhatEachAssigns, "assigns a gradient that an attribute has as well"),
+    ],
+)
+def test_what_a_hook_does_to_gradients_later_is_found(kind, words, tmp_path):
+    _, said = check(kind, tmp_path)
+    assert any(words in text for text in said), said
 
 
 @pytest.mark.parametrize(
