@@ -20,15 +20,15 @@ WITHOUT_EFFECT = {
     "config": (),
     "data": ("download", "eval_batch_size", "memory_map", "num_workers", "root"),
     "federation": (
-        *("checkpoint_every_n_rounds", "local_engine", "pictures_every_n_rounds", "placement", "record_steps"),
-        *("stack_size", "store", "wire", "workers_per_device"),
+        *("checkpoint_every_n_rounds", "eval_after_training", "local_engine", "pictures_every_n_rounds", "placement"),
+        *("record_steps", "stack_size", "store", "wire", "workers_per_device"),
     ),
     "trainer": (
         *("accelerator", "default_root_dir", "deterministic", "devices", "enable_progress_bar", "logger", "num_nodes"),
         *("num_threads", "quiet", "strategy", "timeout"),
     ),
 }
-"""Options that do not change results, or only by rounding; without names, the whole group."""
+"""Options that do not change results, or only by rounding, or only add scores; without names, the whole group."""
 _MOST = 10_000
 """Maximum number of options of a run."""
 _TRAINING_DATA = ("data.batch_size", "data.drop_last")

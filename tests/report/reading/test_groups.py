@@ -4,7 +4,8 @@ import pytest
 
 from helpers.run_folders import write_run
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.report import group_runs, load_runs
+from lightning_sparsefl.report import Report, group_runs, load_runs
+from lightning_sparsefl.report.documents.cells import part_rows
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,21 @@ def test_an_option_that_differs_between_methods_alone_is_not_in_the_name(tmp_pat
     groups = group_runs(load_runs([tmp_path]))
     assert [group.name for group in groups] == ["FedAvg", "FedSpa"]
     assert [group.options["trainer.max_rounds"] for group in groups] == [1, 2]
+
+
+def test_scores_after_training_do_not_separate_runs(tmp_path):
+    for seed, after in enumerate((False, True)):
+        folder = write_run(tmp_path / str(seed), seed=seed)
+        text = (folder / "config.yaml").read_text()
+        added = f"eval_after_training: {str(after).lower()}\n  capacities:"
+        (folder / "config.yaml").write_text(text.replace("capacities:", added))
+    table = (folder / "metrics.csv").read_text().replace("personal/val_acc_worst10", "personal_after/val_acc")
+    (folder / "metrics.csv").write_text(table)  # of the last of the two
+    report = Report(load_runs([tmp_path]))
+    assert [(group.name, len(group.runs)) for group in report.groups] == [("FedSpa", 2)]
+    headers, rows = part_rows(report.summary, "scores")
+    assert rows["FedSpa"][headers.index("after local training")].note == "(1/2)"
+    assert rows["FedSpa"][headers.index("personal val_acc")].note == ""
 
 
 def test_long_names_that_would_be_equal_are_numbered(tmp_path):

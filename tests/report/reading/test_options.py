@@ -47,6 +47,13 @@ def test_options_without_effect_exist():
     assert set(WITHOUT_EFFECT["data"]) <= options
 
 
+def test_evaluations_that_change_scores_or_costs_to_a_target_have_an_effect():
+    names = ("check_val_every_n_round", "limit_val_batches", "limit_test_batches", "validate_locally")
+    options = {f"trainer.{name}": 2 for name in names}
+    options |= {f"federation.{name}": 2 for name in ("eval_clients", "finetune_epochs", "select", "unseen_clients")}
+    assert with_effect({**options, "federation.eval_after_training": True}) == options
+
+
 def test_hyperparameters_have_the_same_names(tmp_path):
     (tmp_path / "hparams.yaml").write_text("algorithm: FedSpa\nalgorithm/density: 0.5\ntrainer/seed: 3\n")
     expected = {"algorithm": "FedSpa", "algorithm.density": 0.5, "trainer.seed": 3}
