@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 
 from lightning_sparsefl.cli.conventions import QUIET, QUIET_HELP, SUBCOMMANDS
 from lightning_sparsefl.cli.plain_parser import PlainParser
+from lightning_sparsefl.errors import require
 from lightning_sparsefl.report import Report, load_runs, print_line
+from lightning_sparsefl.report.measures.prefix import amount
+from lightning_sparsefl.report.run_report import BUDGETS
 
 _OPTIONS: tuple[tuple[str, type, str, str], ...] = (
     ("metric", str, "NAME", "Metric to report, such as test_acc (default: the first of which higher is better)."),
@@ -16,6 +20,18 @@ _OPTIONS: tuple[tuple[str, type, str, str], ...] = (
         float,
         "SCORE",
         "Score whose bytes and FLOPs are reported (default, for each model: the best one that all runs have reached).",
+    ),
+    (
+        "budget",
+        str,
+        "BYTES",
+        "Bytes in both directions, such as 170kB, within which the last evaluated score is reported (default: none).",
+    ),
+    (
+        "flops_budget",
+        str,
+        "FLOPS",
+        "FLOPs of local training, such as 2G, within which the last evaluated score is reported (default: none).",
     ),
 )
 _REPEATED = (
@@ -39,6 +55,7 @@ def run_command(args: Sequence[str]) -> None:
         InvalidOption: If a folder is not a run folder, or an option is not valid.
     """
     options = _parser(args[0]).parse_args(list(args[1:]))
+    budgets = {name: _number(name, getattr(options, name), unit, text) for name, unit, text in BUDGETS.values()}
     report = Report(
         load_runs(options.runs),
         metric=options.metric,
@@ -46,11 +63,21 @@ def run_command(args: Sequence[str]) -> None:
         by=options.by,
         only=options.group,
         different_data=options.different_data,
+        **budgets,
     )
     page = report.write(options.out) if args[0] == "report" else None
     report.print()
     if page is not None:
         print_line(f"Report: {page}")
+
+
+def _number(option: str, text: str | None, unit: str, expected: str) -> float | None:
+    """Return the number above 0 that an option states, or None if it is not set."""
+    if text is None:
+        return None
+    value = amount(text, unit)
+    require(0 < value < math.inf, option, text, expected)
+    return value
 
 
 def _parser(command: str) -> PlainParser:

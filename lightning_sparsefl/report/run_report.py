@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.progress import track
 
 from lightning_sparsefl.errors import InvalidOption, is_number, require, require_folder
-from lightning_sparsefl.report.documents.cells import part_rows
+from lightning_sparsefl.report.documents.cells import EXCEEDED, part_rows
 from lightning_sparsefl.report.documents.page import page
 from lightning_sparsefl.report.documents.tables import csv_text, group_rows, latex, markdown, run_rows
-from lightning_sparsefl.report.measures.summary import Summary, summarize
-from lightning_sparsefl.report.measures.values import MODELS, choose_metric, good_rows
+from lightning_sparsefl.report.measures.summary import Question, Summary, budget_text, summarize
+from lightning_sparsefl.report.measures.values import MODELS, Budgeted, choose_metric, good_rows
 from lightning_sparsefl.report.output import is_silent, print_line
 from lightning_sparsefl.report.plots.clients import distribution_plot, duration_plot, participation_plot
 from lightning_sparsefl.report.plots.data import Plot
@@ -25,6 +25,12 @@ from lightning_sparsefl.report.plots.scores import default_target, score_plots, 
 from lightning_sparsefl.report.reading.groups import group_runs
 from lightning_sparsefl.report.reading.runs import Run, names_of
 from lightning_sparsefl.report.tables import print_table
+
+BUDGETS: dict[Budgeted, tuple[str, str, str]] = {
+    "bytes": ("budget", "B", "a number of bytes above 0, such as 170000, 170kB or 1.5MB"),
+    "flops": ("flops_budget", "FLOP", "a number of FLOPs above 0, such as 2e9, 2G or 1.5TFLOP"),
+}
+"""Option, unit and valid values of the budget of each cost."""
 
 
 class Report:
@@ -36,13 +42,17 @@ class Report:
             first one of which higher is better.
         target: Score whose costs are reported, of the global and of the personal models. Default: for each of the two,
             the weakest of the best scores of all runs, to two decimals, which every run has reached.
+        budget: Largest number of bytes, in both directions, of the last evaluated round whose scores are reported.
+            Default: no such scores.
+        flops_budget: Largest number of FLOPs of local training, as `budget`.
         by: Dotted names of the options to group by, such as ``algorithm.density``. Default: the method and all options
             that differ, except for seeds.
         only: Names of the groups to report. Default: all.
         different_data: Whether runs on different data are reported together.
 
     Raises:
-        InvalidOption: If the runs are of different data, or the metric, an option or a group is unknown.
+        InvalidOption: If the runs are of different data, the metric, an option or a group is unknown, or a number is
+            not valid.
 
     Example:
         ::
@@ -60,6 +70,8 @@ class Report:
         *,
         metric: str | None = None,
         target: float | None = None,
+        budget: float | None = None,
+        flops_budget: float | None = None,
         by: Sequence[str] | None = None,
         only: Sequence[str] | None = None,
         different_data: bool = False,
@@ -68,6 +80,8 @@ class Report:
             raise InvalidOption("`runs` is empty; expected one or more runs (`load_runs`).")
         if target is not None and not (is_number(target) and math.isfinite(target)):
             raise InvalidOption(f"`target` is {target!r}; expected a number, or none for a score that all runs reach.")
+        self.budgets = dict(_budgets({"bytes": budget, "flops": flops_budget}))
+        """Budget by ``bytes`` and ``flops``, for those costs that have one."""
         self.groups = group_runs(runs, by, only, different_data)
         """Groups of runs, in the order of their first runs."""
         self.runs = [run for group in self.groups for run in group.runs]
@@ -86,7 +100,7 @@ class Report:
     @cached_property
     def summary(self) -> Summary:
         """Table of the report: scores, costs and costs to the target of each group and run."""
-        return summarize(self.groups, self.metric, self.targets)
+        return summarize(self.groups, Question(self.metric, self.targets, self.budgets))
 
     @cached_property
     def plots(self) -> list[Plot]:
@@ -120,7 +134,7 @@ class Report:
             for run in self.runs
             if run.missing_rounds
         ]
-        notes += self._unreached()
+        notes += [*self._unreached(), *self._unknown_budgets()]
         for group in self.groups:
             seeds = Counter(run.seed for run in group.runs if run.seed)
             notes += [
@@ -136,6 +150,16 @@ class Report:
             if not any(good_rows(run, f"{model}/{self.metric}", target).any() for run in self.runs):
                 title = self.summary.titles[f"target_{model}"]
                 yield f"{title} are not known, since no score in the run folders reaches it (`--target`)."
+
+    def _unknown_budgets(self) -> Iterator[str]:
+        """Yield the budgets of which no score is known, which are no part of the table."""
+        found = {measure.name for measure in self.summary.measures}
+        for cost, budget in self.budgets.items() if self.targets else ():
+            if not any(f"budget_{model}_{cost}" in found for model in self.targets):
+                yield (
+                    f"Scores within {budget_text(cost, budget)} are not known, since no run folder has these costs of "
+                    f"the first rounds (`--{BUDGETS[cost][0]}`)."
+                )
 
     def _differences(self) -> Iterator[str]:
         """Yield differences between the runs that the scores and costs of a table do not show as such."""
@@ -170,7 +194,10 @@ class Report:
         ]
         if several:
             facts.append("Numbers are means and sample standard deviations over the runs of a group.")
-        return [*facts, "The best mean of a column is bold. An empty cell is a number that is not known."]
+        facts.append("The best mean of a column is bold. An empty cell is a number that is not known.")
+        if self.budgets:
+            facts.append(f"A cell with {EXCEEDED} is one of a group without an evaluated round within the budget.")
+        return facts
 
     def print(self) -> None:
         """Print the table of the groups on the terminal, one row for each group in each of its parts."""
@@ -211,7 +238,7 @@ class Report:
             files = self._draw(plot)
             pictures[plot.name] = files.get("svg", b"")
             _write(folder / "figures", plot.name, files)
-        for part in ("scores", "costs", *(f"target_{model}" for model in MODELS)):
+        for part in ("scores", "costs", *(f"{kind}_{model}" for kind in ("target", "budget") for model in MODELS)):
             (folder / "tables" / f"{part}.tex").unlink(missing_ok=True)  # this report may lack it
         for name, text in self._tables():
             (folder / "tables" / name).write_text(text, encoding="utf-8")
@@ -244,6 +271,19 @@ class Report:
         yield "groups.md", markdown(self.summary)
         for part in self.summary.parts():
             yield f"{part}.tex", latex(self.summary, part)
+
+
+def _budgets(given: Mapping[Budgeted, float | None]) -> Iterator[tuple[Budgeted, float]]:
+    """Yield the budgets that are set.
+
+    Raises:
+        InvalidOption: If one is not a number above 0.
+    """
+    for cost, budget in given.items():
+        if budget is not None:
+            name, _, expected = BUDGETS[cost]
+            require(is_number(budget) and 0 < budget < math.inf, name, budget, expected)
+            yield cost, float(budget)
 
 
 def _counted(number: int, word: str) -> str:

@@ -8,6 +8,9 @@ import pytest
 from helpers.run_folders import write_run
 from lightning_sparsefl import __version__
 
+BYTES = "a number of bytes above 0, such as 170000, 170kB or 1.5MB"
+FLOPS = "a number of FLOPs above 0, such as 2e9, 2G or 1.5TFLOP"
+
 
 @pytest.fixture
 def runs(tmp_path):
@@ -21,6 +24,16 @@ def test_compare_prints_a_row_for_each_group(runs, sparsefl):
     assert (code, err) == (0, "")
     assert sum(line.startswith("FedSpa ") for line in out.splitlines()) == 4
     assert "Costs to personal val_acc \u2265 0.5" in out
+
+
+def test_compare_prints_the_scores_within_budgets(runs, sparsefl):
+    code, out, err = sparsefl("compare", runs, "--budget", "6.5 kB", "--flops_budget=1")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    place = lines.index("Last personal val_acc within a budget")
+    assert lines[place + 1].split("   ")[-2:] == ["\u2264 6.5 kB up and down", "\u2264 1 FLOP of training"]
+    assert lines[place + 3].split()[:2] == ["FedSpa", "2"]
+    assert lines[place + 3].split()[-1] == "-"
 
 
 def test_report_writes_a_folder(tmp_path, sparsefl):
@@ -41,6 +54,12 @@ def test_report_writes_a_folder(tmp_path, sparsefl):
         (("compare",), "No value for `RUN`; expected one or more run folders"),
         (("report", "runs", "--targt", "1"), "`--targt` is not an option; did you mean `--target`?"),
         (("report", "runs", "--target", "high"), "`--target` is 'high'; expected a number."),
+        (("compare", "runs", "--budget", "much"), f"`budget` is 'much'; expected {BYTES}."),
+        (("compare", "runs", "--budget", "0"), f"`budget` is '0'; expected {BYTES}."),
+        (("report", "runs", "--budget", "2GFLOP"), f"`budget` is '2GFLOP'; expected {BYTES}."),
+        (("compare", "runs", "--flops_budget", "-1"), f"`flops_budget` is '-1'; expected {FLOPS}."),
+        (("compare", "runs", "--flops_budget", "1e9999"), f"`flops_budget` is '1e9999'; expected {FLOPS}."),
+        (("compare", "runs", "--budget"), "Too few values for `--budget`; expected --budget BYTES."),
         (("compare", "runs", "--metric", "acc"), "`metric` is 'acc', which "),
         (
             ("compare", "runs", "--group", "FedAvg"),

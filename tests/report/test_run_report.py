@@ -109,10 +109,11 @@ def test_files_that_became_unknown_are_deleted(tmp_path):
     (tmp_path / "report" / "figures").mkdir(parents=True)
     (tmp_path / "report" / "tables").mkdir()
     (tmp_path / "report" / "figures" / "density.png").write_text("old")
-    (tmp_path / "report" / "tables" / "target_global.tex").write_text("old")
+    for name in ("target_global", "budget_personal"):
+        (tmp_path / "report" / "tables" / f"{name}.tex").write_text("old")
     Report(load_runs([run])).write(tmp_path / "report")
     assert list((tmp_path / "report" / "figures").iterdir()) == []
-    assert not (tmp_path / "report" / "tables" / "target_global.tex").exists()
+    assert list((tmp_path / "report" / "tables").glob("*_*.tex")) == []
     text, _ = page_of(tmp_path / "report")
     assert text.count("Not available: ") == len(PLOTS)
 

@@ -10,6 +10,8 @@ from lightning_sparsefl.report.measures.prefix import scaled_unit
 from lightning_sparsefl.report.measures.summary import Measure, Summary
 
 PLUS_MINUS = "\u00b1"
+EXCEEDED = "-"
+"""Text in place of a score where no evaluated round lies within a budget."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Cell:
     is_best: bool = False
     """Whether it is the best value of its column."""
     note: str = ""
-    """How many of the runs have a value, if not all."""
+    """How many of the runs have a value, if not all; without a value, why it is missing."""
 
     def text(self, plus_minus: str = PLUS_MINUS) -> str:
         """Return the cell as a line of text.
@@ -37,7 +39,13 @@ class Cell:
         return " ".join(part for part in (number, self.unit, self.note) if part)
 
 
-def cell(value: MeanStd, measure: Measure, best: float | None = None, runs: int | None = None) -> Cell:
+def cell(
+    value: MeanStd,
+    measure: Measure,
+    best: float | None = None,
+    runs: int | None = None,
+    exceeded: bool = False,
+) -> Cell:
     """Format a mean and a standard deviation.
 
     Args:
@@ -45,6 +53,7 @@ def cell(value: MeanStd, measure: Measure, best: float | None = None, runs: int 
         measure: Column of the table.
         best: Best mean of the column, if it has one.
         runs: Number of runs; default: those that have a value.
+        exceeded: Whether a missing value is one within a budget that all evaluated rounds exceed.
 
     Example:
         >>> cell(MeanStd(0.91234, 0.0021, 3), Measure("global_acc", "global acc")).text("+-")
@@ -55,7 +64,7 @@ def cell(value: MeanStd, measure: Measure, best: float | None = None, runs: int 
         '20'
     """
     if not value.is_known:
-        return Cell()
+        return Cell(note=EXCEEDED if exceeded else "")
     scale, unit = scaled_unit(value.mean, measure.unit) if measure.unit else (1.0, "")
     mean = value.mean / scale
     decimals = 4 if measure.unit is None else _decimals(mean) if unit else int(mean != int(mean) or value.std > 0)
@@ -83,7 +92,10 @@ def part_rows(summary: Summary, part: str) -> tuple[list[str], dict[str, list[Ce
     chosen = summary.parts()[part]
     best = {measure.name: summary.best(measure) for measure in chosen}
     rows = {
-        group: [cell(values[m.name], m, best[m.name], len(summary.runs[group])) for m in chosen]
+        group: [
+            cell(values[m.name], m, best[m.name], len(summary.runs[group]), m.name in summary.exceeded.get(group, ()))
+            for m in chosen
+        ]
         for group, values in summary.groups.items()
     }
     return [measure.header for measure in chosen], rows

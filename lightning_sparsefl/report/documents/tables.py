@@ -146,7 +146,7 @@ def _latex_row(cells: Iterable[str]) -> str:
 
 def _latex_cell(cell: Cell) -> str:
     if not cell.mean:
-        return ""
+        return cell.note
     number = f"\\mathbf{{{cell.mean}}}" if cell.is_best else cell.mean
     number = f"${number} \\pm {cell.std}$" if cell.std else f"${number}$"
     return "~".join(part for part in (number, cell.unit, cell.note) if part)

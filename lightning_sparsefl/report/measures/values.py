@@ -18,6 +18,8 @@ from lightning_sparsefl.report.reading.columns import Column
 from lightning_sparsefl.report.reading.runs import Run
 
 Axis = Literal["rounds", "bytes_up", "bytes_down", "flops", "seconds"]
+Budgeted = Literal["bytes", "flops"]
+"""Costs that can have a budget: bytes in both directions, and FLOPs of local training."""
 MODELS = ("global", "personal")
 """Groups of scores that are drawn: those of the global model, and of the clients' own models."""
 _TOTALS: dict[Axis, str] = {
@@ -144,6 +146,43 @@ def reached(run: Run, key: str, target: float) -> Reached:
     first = int(np.argmax(good))
     spent = {name: float(axis(run, name)[first]) for name in (*_TOTALS, "rounds", "seconds")}
     return Reached(spent["rounds"], spent["bytes_up"] + spent["bytes_down"], spent["flops"], spent["seconds"])
+
+
+def within(run: Run, key: str, cost: Budgeted, budget: float) -> float:
+    """Return the score of the last evaluated round up to which a run had spent at most a budget; NaN if unknown.
+
+    Args:
+        run: Run.
+        key: Name of the score, such as ``global/test_acc``.
+        cost: Name of the cost.
+        budget: Largest cost, which is itself within the budget.
+    """
+    scores, costs = _evaluated(run, key, cost)
+    scores = scores[costs <= budget]
+    return float(scores[-1]) if len(scores) and np.isfinite(costs).all() else math.nan
+
+
+def exceeds(run: Run, key: str, cost: Budgeted, budget: float) -> bool:
+    """Return whether a run had spent more than a budget at its first evaluated round, and so at all of them.
+
+    This is unknown, and not so, if rounds are missing, since one of these may have been evaluated before.
+
+    Args:
+        run: Run.
+        key: Name of the score, such as ``global/test_acc``.
+        cost: Name of the cost.
+        budget: Largest cost.
+    """
+    _, costs = _evaluated(run, key, cost)
+    return not run.missing_rounds and len(costs) > 0 and bool(costs[0] > budget)
+
+
+def _evaluated(run: Run, key: str, cost: Budgeted) -> tuple[Column, Column]:
+    """Return a score, NaN if it is not finite, and what had been spent, of the evaluated rounds."""
+    scores = column(run, key)
+    chosen = np.isfinite(scores) | np.isfinite(column(run, "comm/scoring_bytes"))
+    costs = axis(run, "flops") if cost == "flops" else axis(run, "bytes_up") + axis(run, "bytes_down")
+    return scores[chosen], costs[chosen]
 
 
 def choose_metric(runs: Sequence[Run], asked: str | None = None) -> str | None:
