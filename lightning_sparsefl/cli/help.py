@@ -34,10 +34,20 @@ BASES = {
     "Logger",
     "Optimizer",
     "LRScheduler",
+    "IterDataPipe",
+    "DFIterDataPipe",
+    "MapDataPipe",
 }
 """Names of the base classes of options, which nobody chooses."""
 _ROUND_LEVEL = ("EarlyStopping", "ModelCheckpoint", "RichProgressBar", "RoundProgressBar", "TQDMProgressBar")
 """Callbacks that work on rounds; others, such as `LearningRateFinder`, need a trainer with batches."""
+
+
+_VALUES = {"torch.Tensor", "numpy.ndarray"}
+"""Classes of which Python code gives objects, and the command line no class."""
+_SHOWN_WHOLE = ("lightning_sparsefl", "torch")
+_MOST_SHOWN = 20
+"""Number of classes up to which those of another library are listed."""
 
 
 class HelpFormatter(DefaultHelpFormatter):
@@ -56,27 +66,40 @@ class HelpFormatter(DefaultHelpFormatter):
         text = super()._get_help_string(action)
         return re.sub(
             r", known subclasses: (.+)\)$",
-            lambda match: f", {_choices(action, match[1].split(', '))})",
+            lambda match: f"{_choices(action, match[1].split(', '))})",
             text,
             flags=re.DOTALL,
         )
 
 
 def _choices(action: argparse.Action, paths: Sequence[str]) -> str:
-    """Return the classes that a user can choose for an option, without base classes and internal ones."""
+    """Return the classes that a user can choose for an option, to be appended, without base classes and internal ones.
+
+    A library with many of them, such as the data sets of torchvision, is named in their place.
+    """
+    if not _VALUES.isdisjoint(paths):
+        return ""
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        package, name = path.partition(".")[0], path.rpartition(".")[2]
+        if name not in BASES and _is_public(path):
+            found.setdefault(package, []).append(name)
     names: Sequence[str] = [
-        name for path in paths if (name := path.rpartition(".")[2]) not in BASES and _is_public(path)
+        name
+        for package, own in found.items()
+        for name in (own if package in _SHOWN_WHOLE or len(own) <= _MOST_SHOWN else [f"those of {package}"])
     ]
     if action.dest == "trainer.callbacks":
         names = _ROUND_LEVEL
     elif action.dest == "trainer.client_callbacks":
         names = [*lightning_sparsefl.callbacks.__all__, "those of Lightning"]
-    return "one of " + ", ".join(dict.fromkeys(names))
+    return ", one of " + ", ".join(dict.fromkeys(names))
 
 
 def _is_public(path: str) -> bool:
     package, _, _ = path.partition(".")
-    return "<" not in path and (package != "lightning_sparsefl" or path.count(".") <= 2)
+    internal = "<" in path or ".datapipes." in path or any(part.startswith("_") for part in path.split("."))
+    return not internal and (package != "lightning_sparsefl" or path.count(".") <= 2)
 
 
 def class_list(args: Sequence[str]) -> str | None:

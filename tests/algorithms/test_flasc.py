@@ -176,8 +176,6 @@ def test_a_head_that_does_not_train_is_told_how_to_leave_it_out(federation):
     next(layer for layer in reversed(list(module.modules())) if isinstance(layer, torch.nn.Linear)).requires_grad_(
         False
     )
-    message = (
-        r"The model's head .* is frozen .* To train adapters alone, set `algorithm.whole` to \[\]"
-    )
+    message = r"The model's head .* is frozen .* To train adapters alone, set `algorithm.whole` to \[\]"
     with pytest.raises(InvalidOption, match=message):
         federation(FLASC(), module=module, rounds=1)

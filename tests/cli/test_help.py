@@ -76,6 +76,16 @@ def test_the_help_of_a_class_lists_its_options(sparsefl):
     assert "--algorithm.mu MU" in out
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of classes of NumPy that jsonargparse looks at
+def test_the_help_of_data_lists_no_library_class_by_class(sparsefl):
+    code, out, err = sparsefl("fit", "--data.help=FederatedDataset")
+    assert (code, err) == (0, "")
+    text = " ".join(out.split())
+    assert "ConcatDataset, Subset, those of torchvision" in text
+    assert "DataPipe" not in text
+    assert re.search(r"Callable\[\[Any\], Any\], null\], default: null\) --data.test_labels.help", text)
+
+
 def test_the_help_of_the_program(sparsefl):
     code, out, _ = sparsefl("--help")
     assert code == 0
