@@ -117,6 +117,8 @@ class StackedFit:
         self._callbacks: list[tuple[StackedCallback, Sequence[Callback]]] = [
             (stacked(chain, self.module, totals), chain) for chain, kind in kinds if kind is not ScaleLearningRates
         ]
+        self._called_for_each = frozenset(findings.hooks)
+        """Hooks of the module that are called for each client."""
         views = any(callback.views_module for callback, _ in self._callbacks)
         self.whole = StackedModule(self.module, self.size, self._shared(), () if views else findings.attributes)
         self._batches = max(request.reader.batches for request in requests)
@@ -131,8 +133,6 @@ class StackedFit:
         self._recorder = None if acts or findings.attributes or sees_batches else recorder
         self._parts: dict[tuple[int, int], _Part] = {}
         """Clients that have stepped together, by the first place and the place after the last one."""
-        self._called_for_each = frozenset(findings.hooks)
-        """Hooks of the module that are called for each client."""
         self._hooked = False
         """Whether hooks of the module have been called since the last batch."""
         self._states: ModuleStates | None = None
@@ -294,7 +294,7 @@ class StackedFit:
 
     def _shared(self) -> list[str]:
         """Return the names of frozen tensors that are the same for all clients, and that none of them can write."""
-        if GRADIENT_HOOKS & self.trainer.hooks.overridden:  # called for each client, with views of its weights
+        if self._called_for_each:  # with views of the weights, which have one row for each client
             return []
         frozen = [name for name in self._frozen() if not any(each.writes(name) for each, _ in self._callbacks)]
         return shared_names([request.weights for request in self.requests], frozen)

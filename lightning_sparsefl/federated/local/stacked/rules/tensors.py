@@ -164,8 +164,8 @@ def _delete_gradient(rules: LayerRules, input: Any) -> Any:
 @rule_for(Tensor.data.__get__)  # type: ignore[attr-defined]
 def _data(rules: LayerRules, input: Any) -> Any:
     """Return the numbers of a tensor without its history, which ``vmap`` refuses; writes are counted, unlike alone."""
-    if not functorch.is_batched(input):
-        return NotImplemented
+    if not functorch.is_batched(input):  # such as a frozen weight that all clients share
+        return NotImplemented if rules.gradients is None else input.detach()
     tensor, at = functorch.unwrap(input, rules.level)
     return NotImplemented if at is None else rules.close(tensor.detach(), at)
 

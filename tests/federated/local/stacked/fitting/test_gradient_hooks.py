@@ -347,6 +347,20 @@ def test_masks_and_frozen_layers_hold_what_a_hook_writes_by_data(algorithm, tmp_
     assert not said_alone(said)
 
 
+class WritesFrozenData(Plain):
+    """Writes the first layer by `data`, also where it is frozen and all clients share it."""
+
+    def on_before_optimizer_step(self, optimizer):
+        self.net[0].weight.data.mul_(0.97)
+        self.log("norm", self.net[0].weight.norm())
+
+
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize("algorithm", FROZEN, ids=lambda algorithm: type(algorithm).__name__)
+def test_frozen_layers_hold_what_a_hook_writes_once_for_all(algorithm, tmp_path):
+    check(WritesFrozenData, tmp_path, algorithm=algorithm)
+
+
 class ListsSlopes(Plain):
     """Reads a list of the step in a hook, and appends to another one there."""
 
