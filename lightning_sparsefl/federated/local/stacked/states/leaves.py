@@ -194,11 +194,12 @@ class StackedModule:
     @contextmanager
     def _alone(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         """Let the module hold the tensors of one client within the context, outside of a level."""
-        copies = self._copies()
-        flat = FlatViews(copies) if self.convolves else nullcontext()
+        copies = self._copies() if self.convolves else None
+        flat = nullcontext() if copies is None else FlatViews(copies)
         with self._shown(tensors), OtherTensors(self.own_ids), flat:
             yield
-        copies.require_unwritten()
+        if copies is not None:
+            copies.require_unwritten()
 
     def _copies(self) -> KernelCopies:
         """Return a receiver of copies of weights and of gradients."""
