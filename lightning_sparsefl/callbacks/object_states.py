@@ -161,11 +161,12 @@ class ObjectStates:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the state."""
-        for value, before, _, _, _, attributes in self.kept.values():
+        for kept in self.kept.values():
+            value, before = kept.value, kept.before
             if before is None:
                 continue
-            if not has_content(beside(value), attributes):
-                _set_attributes(value, attributes)
+            if not has_content(beside(value), kept.attributes):
+                _set_attributes(value, kept.attributes)
             if isinstance(value, Tensor):
                 _restore_tensor(value, before)
             elif isinstance(value, np.ndarray):

@@ -11,7 +11,7 @@ from lightning_sparsefl.cli.plain_parser import PlainParser
 from lightning_sparsefl.errors import require
 from lightning_sparsefl.report import Report, load_runs, print_line
 from lightning_sparsefl.report.measures.prefix import amount
-from lightning_sparsefl.report.run_report import BUDGETS
+from lightning_sparsefl.report.measures.summary import BUDGETS, Budget
 
 _OPTIONS: tuple[tuple[str, type, str, str], ...] = (
     ("metric", str, "NAME", "Metric to report, such as test_acc (default: the first of which higher is better)."),
@@ -55,7 +55,7 @@ def run_command(args: Sequence[str]) -> None:
         InvalidOption: If a folder is not a run folder, or an option is not valid.
     """
     options = _parser(args[0]).parse_args(list(args[1:]))
-    budgets = {name: _number(name, getattr(options, name), unit, text) for name, unit, text in BUDGETS.values()}
+    budgets = {budget.option: _number(budget, getattr(options, budget.option)) for budget in BUDGETS.values()}
     report = Report(
         load_runs(options.runs),
         metric=options.metric,
@@ -71,12 +71,12 @@ def run_command(args: Sequence[str]) -> None:
         print_line(f"Report: {page}")
 
 
-def _number(option: str, text: str | None, unit: str, expected: str) -> float | None:
-    """Return the number above 0 that an option states, or None if it is not set."""
+def _number(budget: Budget, text: str | None) -> float | None:
+    """Return the number above 0 that the option of a budget states, or None if it is not set."""
     if text is None:
         return None
-    value = amount(text, unit)
-    require(0 < value < math.inf, option, text, expected)
+    value = amount(text, budget.unit)
+    require(0 < value < math.inf, budget.option, text, budget.expected)
     return value
 
 

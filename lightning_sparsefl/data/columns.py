@@ -108,7 +108,17 @@ def class_numbers(parts: Sequence[np.ndarray], option: str) -> list[Tensor]:
 
 
 def group_numbers(parts: Sequence[np.ndarray], option: str) -> list[Tensor]:
-    """Return values numbered from 0 in sorted order, int64.
+    """Return values numbered from 0 in sorted order, int64; see :func:`groups_of`.
+
+    Example:
+        >>> group_numbers([np.array([70, 30]), np.array([30])], "data.partition.by")
+        [tensor([1, 0]), tensor([0])]
+    """
+    return groups_of(parts, option)[0]
+
+
+def groups_of(parts: Sequence[np.ndarray], option: str) -> tuple[list[Tensor], list[Any]]:
+    """Return values numbered from 0 in sorted order, int64, and the value of each number.
 
     Args:
         parts: Values of the parts of a data set, which share their groups.
@@ -118,14 +128,15 @@ def group_numbers(parts: Sequence[np.ndarray], option: str) -> list[Tensor]:
         InvalidOption: If values are missing or cannot be sorted.
 
     Example:
-        >>> group_numbers([np.array([70, 30]), np.array([30])], "data.partition.by")
-        [tensor([1, 0]), tensor([0])]
+        >>> groups_of([np.array([70, 30]), np.array([30])], "data.partition.by")
+        ([tensor([1, 0]), tensor([0])], [30, 70])
     """
     joined = np.concatenate(parts)
     try:
         if np.any((joined == None) | (joined != joined)):  # noqa: E711 - None or NaN, value by value
             raise TypeError
-        return _split(np.unique(joined, return_inverse=True)[1], parts)
+        values, numbers = np.unique(joined, return_inverse=True)
+        return _split(numbers, parts), values.tolist()
     except TypeError as error:
         text = f"`{option}` has values that are missing or of several kinds; expected one per example."
         raise InvalidOption(text) from error

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparsefl.data.by_group import ByGroup
-from lightning_sparsefl.data.columns import Values, class_numbers, find_labels, group_numbers, read_values
+from lightning_sparsefl.data.columns import Values, class_numbers, find_labels, groups_of, read_values
 from lightning_sparsefl.data.partition import Partition
 from lightning_sparsefl.errors import InvalidOption
 
@@ -60,10 +60,8 @@ def read_keys(train: Any, test: Any, labels: Values | None, test_labels: Values 
     own, matched = known[0] if known else None, (known[0], known[1]) if len(known) == 2 else nothing
     if not isinstance(partition, ByGroup):
         return Keys(own, nothing[0] if own is None else own, *matched)
-    values = _read_groups(train, test, partition.by)
-    groups = group_numbers(values, "data.partition.by")
-    names = [str(value) for value in np.unique(np.concatenate(values)).tolist()]
-    return Keys(own, groups[0], *((groups[0], groups[1]) if len(groups) == 2 else matched), names)
+    groups, values = _read_groups(train, test, partition.by)
+    return Keys(own, groups[0], *((groups[0], groups[1]) if len(groups) == 2 else matched), list(map(str, values)))
 
 
 def _read_labels(
@@ -87,7 +85,8 @@ def _read_labels(
     return class_numbers([own] if others is None else [own, others], "data.labels")
 
 
-def _read_groups(train: Any, test: Any, by: Values) -> list[np.ndarray]:
+def _read_groups(train: Any, test: Any, by: Values) -> tuple[list[Tensor], list[Any]]:
     """Return the groups of the training examples, and those of the test examples unless only values are known."""
     named = isinstance(by, str) or callable(by)
-    return [read_values(part, by, "data.partition.by") for part in ([train, test] if named and len(test) else [train])]
+    parts = [train, test] if named and len(test) else [train]
+    return groups_of([read_values(part, by, "data.partition.by") for part in parts], "data.partition.by")

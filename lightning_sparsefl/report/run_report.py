@@ -15,7 +15,7 @@ from lightning_sparsefl.errors import InvalidOption, is_number, require, require
 from lightning_sparsefl.report.documents.cells import EXCEEDED, part_rows
 from lightning_sparsefl.report.documents.page import page
 from lightning_sparsefl.report.documents.tables import csv_text, group_rows, latex, markdown, run_rows
-from lightning_sparsefl.report.measures.summary import Question, Summary, budget_text, summarize
+from lightning_sparsefl.report.measures.summary import BUDGETS, Question, Summary, budget_text, summarize
 from lightning_sparsefl.report.measures.values import MODELS, Budgeted, choose_metric, good_rows
 from lightning_sparsefl.report.output import is_silent, print_line
 from lightning_sparsefl.report.plots.clients import distribution_plot, duration_plot, participation_plot
@@ -25,12 +25,6 @@ from lightning_sparsefl.report.plots.scores import default_target, score_plots, 
 from lightning_sparsefl.report.reading.groups import group_runs
 from lightning_sparsefl.report.reading.runs import Run, names_of
 from lightning_sparsefl.report.tables import print_table
-
-BUDGETS: dict[Budgeted, tuple[str, str, str]] = {
-    "bytes": ("budget", "B", "a number of bytes above 0, such as 170000, 170kB or 1.5MB"),
-    "flops": ("flops_budget", "FLOP", "a number of FLOPs above 0, such as 2e9, 2G or 1.5TFLOP"),
-}
-"""Option, unit and valid values of the budget of each cost."""
 
 
 class Report:
@@ -158,7 +152,7 @@ class Report:
             if not any(f"budget_{model}_{cost}" in found for model in self.targets):
                 yield (
                     f"Scores within {budget_text(cost, budget)} are not known, since no run folder has these costs of "
-                    f"the first rounds (`--{BUDGETS[cost][0]}`)."
+                    f"the first rounds (`--{BUDGETS[cost].option}`)."
                 )
 
     def _differences(self) -> Iterator[str]:
@@ -281,8 +275,8 @@ def _budgets(given: Mapping[Budgeted, float | None]) -> Iterator[tuple[Budgeted,
     """
     for cost, budget in given.items():
         if budget is not None:
-            name, _, expected = BUDGETS[cost]
-            require(is_number(budget) and 0 < budget < math.inf, name, budget, expected)
+            option, expected = BUDGETS[cost].option, BUDGETS[cost].expected
+            require(is_number(budget) and 0 < budget < math.inf, option, budget, expected)
             yield cost, float(budget)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lightning_sparsefl.report.measures.direction import higher_is_better
 from lightning_sparsefl.report.measures.mean_std import MeanStd, mean_std
@@ -46,8 +47,26 @@ _TO_TARGET = {
     "seconds": ("simulated time", "s"),
 }
 """Header and unit of what a target costs."""
-_BUDGETS: dict[Budgeted, tuple[str, str]] = {"bytes": ("B", "up and down"), "flops": ("FLOP", "of training")}
-"""Unit of each cost that can have a budget, and what is counted."""
+
+
+class Budget(NamedTuple):
+    """What is known of the budget of a cost."""
+
+    option: str
+    """Name of the option."""
+    unit: str
+    """Unit of the cost."""
+    counted: str
+    """What is counted."""
+    expected: str
+    """Valid values of the option."""
+
+
+BUDGETS: dict[Budgeted, Budget] = {
+    "bytes": Budget("budget", "B", "up and down", "a number of bytes above 0, such as 170000, 170kB or 1.5MB"),
+    "flops": Budget("flops_budget", "FLOP", "of training", "a number of FLOPs above 0, such as 2e9, 2G or 1.5TFLOP"),
+}
+"""What is known of the budget of each cost that can have one."""
 AT_LEAST, AT_MOST = "\u2265", "\u2264"
 
 
@@ -115,9 +134,8 @@ def budget_text(cost: Budgeted, budget: float) -> str:
         >>> budget_text("bytes", 170123), budget_text("flops", 2e9)
         ('170.123 kB up and down', '2 GFLOP of training')
     """
-    unit, words = _BUDGETS[cost]
-    scale, unit = scaled_unit(budget, unit)
-    return f"{budget / scale:g} {unit} {words}"
+    scale, unit = scaled_unit(budget, BUDGETS[cost].unit)
+    return f"{budget / scale:g} {unit} {BUDGETS[cost].counted}"
 
 
 def _budgeted(question: Question) -> Iterator[tuple[str, str, Budgeted]]:

@@ -166,6 +166,12 @@ def check_alone(kind, words, folder):
 STACKED, ALONE = {}, {}
 
 
+def check_found(kind, words, folder):
+    """Train a module with both engines, and check that a message says what was found, if only in a later step."""
+    _, said = check(kind, folder)
+    assert any(words in text for text in said), said
+
+
 def stacked(kind):
     """Note a module that trains as stacks."""
     STACKED[kind.__name__] = kind

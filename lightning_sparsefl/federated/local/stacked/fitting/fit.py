@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -362,7 +362,7 @@ class StackedFit:
         """Call a hook of the module for several clients; the arguments are those of :func:`.call_hook`."""
         low, high = part.metrics.low, part.metrics.high
         self.loop.set_steps(self.optimizer.taken[low:high])
-        with self._for_all(), self._shared_kept(low, high):
+        with self._acting(low, high):
             output = call_hook(name, self.trainer.hooks, part.module, part.metrics, self.log, *args)
         self._begun_with.require_same()
         self._hooked = True
@@ -373,10 +373,11 @@ class StackedFit:
         if name not in self.trainer.hooks.overridden:
             return
         hooks, samples, leaves = self.trainer.hooks, partial(samples_of, one.batch), one.leaves.values()
-        optimizers, view, written = list[torch.optim.Optimizer](), self.optimizer.view(), _versions(leaves)
+        view = None if name == "on_after_backward" else self.optimizer.view()  # the argument of the other hooks
+        optimizers, written = list[torch.optim.Optimizer](), _versions(leaves)
 
         def given(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
-            if name == "on_after_backward":
+            if view is None:
                 return ()
             optimizers.append(view({leaf: tensors[key] for key, leaf in self.whole.leaves.items()}))
             return (optimizers[-1],)
@@ -473,13 +474,9 @@ class StackedFit:
         """Return the pass of one batch of each of the clients of a part, those from `low` to before `high`."""
         trainer, log, taken = self.trainer, self.log, self.optimizer.taken[low:high]
         self.loop.set_steps(taken)
-        if not trainer.hooks.override_transfer:
-            batch = to_device(trainer, part.module, batch, self._begun_with)
-        else:
-            with self._for_all(), self._shared_kept(low, high):
-                batch = to_device(trainer, part.module, batch, self._begun_with)
-            if any(tensor.requires_grad for tensor in tensors_of(batch)):
-                self._recorder = None  # since the graph of such a batch serves for one pass
+        batch = to_device(trainer, part.module, batch, self._begun_with, self._acting(low, high))
+        if trainer.hooks.override_transfer and any(tensor.requires_grad for tensor in tensors_of(batch)):
+            self._recorder = None  # since the graph of such a batch serves for one pass
         log.low, log.high, log.samples = low, high, partial(samples_of, batch)
         return BatchPass(part.module, step, batch, number, log, taken, part.metrics)
 
@@ -565,9 +562,11 @@ class StackedFit:
             self._require_alike()
             self.checked = True
 
-    def _shared_kept(self, low: int, high: int) -> AbstractContextManager[object]:
-        """Refuse to change what all clients share in the context, in which those from `low` to before `high` act."""
-        return nullcontext() if (low, high) == (0, self.size) else self._structure_kept()
+    @contextmanager
+    def _acting(self, low: int, high: int) -> Iterator[None]:
+        """Refuse to read or change what all clients share in the context, in which those from `low` to `high` act."""
+        with self._for_all(), nullcontext() if (low, high) == (0, self.size) else self._structure_kept():
+            yield
 
     @contextmanager
     def _structure_kept(self) -> Iterator[Callable[[], None]]:
@@ -596,7 +595,7 @@ class StackedFit:
 
     def _losses(self, one: BatchPass) -> Tensor:
         """Return the losses of a batch of each client."""
-        with self._for_all(), self._shared_kept(self.log.low, self.log.high):
+        with self._acting(self.log.low, self.log.high):
             losses = one.train()
         if self.trainer.should_stop:
             raise NotStackable("sets `trainer.should_stop`, which stops all clients")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -83,7 +83,9 @@ def call_hook(
         return part.call(run, given)
 
 
-def to_device(trainer: FastTrainer, part: StackedModule, batch: Any, states: ModuleStates) -> Any:
+def to_device(
+    trainer: FastTrainer, part: StackedModule, batch: Any, states: ModuleStates, acting: AbstractContextManager[None]
+) -> Any:
     """Return the batches of several clients on the device, after the hooks of the transfer.
 
     Args:
@@ -91,6 +93,7 @@ def to_device(trainer: FastTrainer, part: StackedModule, batch: Any, states: Mod
         part: Tensors of the clients.
         batch: Batch whose tensors have the clients in dimension 0.
         states: Attributes of the module before the first step.
+        acting: Context in which hooks of the module are called.
 
     Raises:
         NotStackable: If a hook fails for several clients at once, or changes what they share.
@@ -99,7 +102,7 @@ def to_device(trainer: FastTrainer, part: StackedModule, batch: Any, states: Mod
     batch = trainer.precision_plugin.convert_input(batch)
     if not hooks.override_transfer:
         return hooks.to_device(batch, device)
-    with _failing_as("is preceded by a hook of the batch transfer"):
+    with acting, _failing_as("is preceded by a hook of the batch transfer"):
         batch = part.call(lambda own, level: hooks.to_device(own, device), batch)
     states.require_same()
     return batch

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lightning_sparsefl.data.examples import Examples
 from lightning_sparsefl.federated.local.fast.device_samples import DeviceSamples
 from lightning_sparsefl.federated.local.stacked.reading.reader import ClientReader, ExamplesReader
+from lightning_sparsefl.federated.local.stacked.rules import address
 from lightning_sparsefl.federated.local.stacked.states.leaves import layout_of, map_tensors, stack_trees
 
 
@@ -150,8 +151,7 @@ def _common_rows(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]] | None:
         tensors: Tensors of equal type, and of equal shape but for dimension 0.
     """
     first, row = tensors[0], math.prod(tensors[0].shape[1:])
-    storage = first.untyped_storage().data_ptr()
-    if not row or any(t.untyped_storage().data_ptr() != storage or not t.is_contiguous() for t in tensors):
+    if not row or len(set(map(address, tensors))) > 1 or not all(tensor.is_contiguous() for tensor in tensors):
         return None
     starts = [int(tensor.storage_offset()) for tensor in tensors]
     lowest = min(starts)

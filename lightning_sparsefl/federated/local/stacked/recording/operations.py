@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparsefl.federated.local.stacked.fused import order_in_memory
+from lightning_sparsefl.federated.local.stacked.rules import address
 
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default)
 """Operations on a tensor that was just made from numbers."""
@@ -107,7 +108,7 @@ class OperationRecorder(TorchDispatchMode):
         for node in self._graph.nodes:
             if isinstance(node.target, OpOverload):
                 node.target = _FUNCTIONS.get(str(node.target.overloadpacket).removeprefix("aten."), node.target)
-        written = [place for place, tensor in enumerate(self._inputs) if _storage(tensor) in self._written]
+        written = [place for place, tensor in enumerate(self._inputs) if address(tensor) in self._written]
         run = fx.GraphModule(self._constants, self._graph).forward
         if self._dtype not in (None, torch.get_default_dtype()):
             run = _with_floats_of(self._dtype, run)
@@ -132,7 +133,7 @@ class OperationRecorder(TorchDispatchMode):
         if func in _COPIES:
             devices = {value.device for value in (*args, result) if isinstance(value, Tensor)}
             self._copies_across |= len(devices) > 1
-        self._written.update(map(_storage, _written(func, args, kwargs)))
+        self._written.update(map(address, _written(func, args, kwargs)))
         node = self._graph.call_function(func, self._argument(args), self._argument(kwargs))
         if isinstance(result, Tensor):
             self._bind(result, node)
@@ -145,9 +146,9 @@ class OperationRecorder(TorchDispatchMode):
         """Return gradients themselves instead of the copies that autograd makes, since this recorder holds them too."""
         tensors = {self._nodes[id(tensor)]: tensor for tensor in self._kept}
         given = ("placeholder", "get_attr")
-        places = Counter(_storage(tensor) for node, tensor in tensors.items() if node.op in given)
+        places = Counter(address(tensor) for node, tensor in tensors.items() if node.op in given)
         returned = self._graph.output_node()
-        places.update(_storage(tensors[node]) for node in returned.all_input_nodes)
+        places.update(address(tensors[node]) for node in returned.all_input_nodes)
         for copied in returned.all_input_nodes:
             if copied.target is not _COPY or len(copied.users) > 1:
                 continue
@@ -156,8 +157,8 @@ class OperationRecorder(TorchDispatchMode):
             assert isinstance(source, fx.Node)
             if empty.target is not _EMPTY:
                 continue
-            if _has_layout(tensors[source], tensors[copied]) and not places[_storage(tensors[source])]:
-                places[_storage(tensors[source])] += 1
+            if _has_layout(tensors[source], tensors[copied]) and not places[address(tensors[source])]:
+                places[address(tensors[source])] += 1
                 copied.replace_all_uses_with(source)
                 self._graph.erase_node(copied)
 
@@ -165,7 +166,7 @@ class OperationRecorder(TorchDispatchMode):
         """Return whether the shape of a result depends on values; a program may then depend on them by the shape."""
         if func is torch.ops.aten.index.Tensor:
             masks = [each for each in args[1] if each is not None and each.dtype in (torch.bool, torch.uint8)]
-            return any(id(mask) not in self._lifted or _storage(mask) in self._written for mask in masks)
+            return any(id(mask) not in self._lifted or address(mask) in self._written for mask in masks)
         if func is torch.ops.aten.bincount.default and len(args) == 3 and args[2] > 0:
             return False  # unless a value is out of range
         return torch.Tag.dynamic_output_shape in func.tags
@@ -225,10 +226,6 @@ def _has_layout(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors agree in type, shape and layout."""
     same = tensor.dtype is other.dtype and tensor.shape == other.shape
     return same and order_in_memory(tensor) == order_in_memory(other)
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _written(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:

@@ -10,14 +10,10 @@ from torch import Tensor
 
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 
-RESHAPING = frozenset(
-    getattr(owner, name)
-    for owner, names in (
-        (Tensor, ("reshape", "reshape_as", "flatten", "ravel", "view", "view_as", "contiguous")),
-        (torch, ("reshape", "flatten", "ravel")),
-    )
-    for name in names
-)
+RESHAPING = {
+    *(Tensor.reshape, Tensor.reshape_as, Tensor.view, Tensor.view_as, Tensor.flatten, Tensor.ravel, Tensor.contiguous),
+    *(torch.reshape, torch.flatten, torch.ravel),
+}
 """Functions that return a view of a contiguous tensor, and may return a copy of another one."""
 
 

@@ -129,7 +129,7 @@ rule_for(torch.min, Tensor.min)(_extreme(torch.amin))
 
 @rule_for(Tensor.grad.__get__)  # type: ignore[union-attr]
 def _gradient(rules: LayerRules, input: Any) -> Any:
-    """Return the gradient of a weight, or refuse to within a step, where there are none yet."""
+    """Return the gradient of a weight to a hook that sees it, and refuse to within a step, which computes it later."""
     if rules.gradients is not None and rules.gradients.knows(input):
         return rules.gradients.of(input)
     if functorch.is_batched(input):
@@ -149,9 +149,9 @@ def _set_gradient(rules: LayerRules, input: Any, value: Any) -> Any:
         return None
     if (value.shape, value.dtype) != (before.shape, before.dtype):
         raise NotStackable("assigns a gradient of another shape or type")
-    own, slopes = rules.open(value), rules.every(value)
+    slopes = rules.every(value)
     assert slopes is not None
-    rules.gradients.replace(input, value, slopes.detach().clone() if own is None else slopes.detach())
+    rules.gradients.replace(input, value, slopes.detach() if functorch.is_batched(value) else slopes.detach().clone())
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import groupby
@@ -219,7 +220,7 @@ class StackedEvaluation:
     def _batch(self, step: StepCaller, low: int, high: int, batch: Any, number: int) -> None:
         """Evaluate the clients from `low` to before `high` on one batch of each."""
         trainer, log, part = self.trainer, self.log, self.whole.part(low, high)
-        batch = to_device(trainer, part, batch, self.kept)
+        batch = to_device(trainer, part, batch, self.kept, nullcontext())
         log.low, log.high, log.samples = low, high, partial(samples_of, batch)
         sees = f"on_{self._name}_batch_end" in trainer.hooks.overridden
         one = EvaluationPass(part, step, batch, number, log, self.metrics.part(low, high), sees)

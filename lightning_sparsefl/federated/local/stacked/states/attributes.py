@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_sparsefl.callbacks.object_states import PLAIN
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
+from lightning_sparsefl.federated.local.stacked.rules import address
 from lightning_sparsefl.sparse.containers import containers_in, content_of, fill, has_content
 
 _CONTAINERS = (list, deque, set, dict, Counter, OrderedDict, defaultdict)
@@ -254,7 +255,7 @@ class AttributeStates:
             tensors: The tensors.
             others: Memory of other tensors that may be written.
         """
-        places = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+        places = list(map(address, tensors))
         if len(set(places)) < len(places) or not set(places).isdisjoint(others):
             raise NotStackable(f"keeps a weight itself, or two views of one tensor, in {self._names}")
 
@@ -266,7 +267,7 @@ class AttributeStates:
             high: Client after the last one.
         """
         rows = [row for held, place in self.held[low:high] for row in self._rows(held, place)]
-        return {row.untyped_storage().data_ptr() for row in rows}
+        return set(map(address, rows))
 
     def _rows(self, held: _Held, place: int) -> list[Tensor]:
         """Return the tensors of one client."""

@@ -69,8 +69,7 @@ class StackedModule:
                     if full not in self.leaves:
                         self.own[full] = tensor
                         self.leaves[full] = self._leaf(full, tensor)
-        leaves = self.leaves.values()
-        self.attributes.states.storages = frozenset(leaf.untyped_storage().data_ptr() for leaf in leaves)
+        self.attributes.states.storages = frozenset(map(address, self.leaves.values()))
         self.own_ids = frozenset(map(id, self.own.values()))
         self.convolves = any(
             isinstance(child, nn.Conv2d) and names.get(id(child._parameters.get("weight"))) not in self.shared

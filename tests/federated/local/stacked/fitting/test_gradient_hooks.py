@@ -32,7 +32,7 @@ from lightning_sparsefl.federated.local.stacked.fitting import fit
 from lightning_sparsefl.federated.local.stacked.logs import SeesOneClient
 from lightning_sparsefl.federated.local.stacked.states.findings import Findings
 from tests.federated.local.stacked import test_odd_modules as odd
-from tests.federated.local.stacked.test_odd_modules import Plain, check, check_alone, said_alone
+from tests.federated.local.stacked.test_odd_modules import Plain, check, check_alone, check_found, said_alone
 
 
 class LogsNorms(Plain):
@@ -527,8 +527,7 @@ class KeepsWhatEachAssigns(KeepsWhatItAssigns):
     ],
 )
 def test_what_a_hook_does_to_gradients_later_is_found(kind, words, tmp_path):
-    _, said = check(kind, tmp_path)
-    assert any(words in text for text in said), said
+    check_found(kind, words, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -536,8 +535,7 @@ def test_what_a_hook_does_to_gradients_later_is_found(kind, words, tmp_path):
     [(ReplacesWeights, "replaces the numbers of a weight"), (RegistersAHook, "registers a hook for the gradient")],
 )
 def test_what_a_hook_does_later_is_found(kind, words, tmp_path):
-    _, said = check(kind, tmp_path)
-    assert any(words in text for text in said), said
+    check_found(kind, words, tmp_path)
 
 
 class FailsLater(Plain):

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from lightning_sparsefl import FedDST, FedSpa
 from tests.federated.local.stacked import test_odd_modules as odd
-from tests.federated.local.stacked.test_odd_modules import Images, Plain, check, check_alone, said_alone
+from tests.federated.local.stacked.test_odd_modules import Images, Plain, check, check_alone, check_found, said_alone
 
 
 class Standardizes(Plain):
@@ -151,8 +151,7 @@ class ReadsWeights(Plain):
     ],
 )
 def test_what_a_hook_does_to_some_clients_is_found(kind, words, tmp_path):
-    _, said = check(kind, tmp_path)
-    assert any(words in text for text in said), said
+    check_found(kind, words, tmp_path)
 
 
 @pytest.mark.parametrize(
