@@ -91,6 +91,18 @@ def test_every_page_is_in_the_sidebar_once(sources):
     assert "[`FedSpa`](/methods/FedSpa.rst)" in (sources / "docs" / "methods.md").read_text()
 
 
+def test_every_link_to_a_file_leads_to_a_page_or_file_of_the_site(sources):
+    links = [
+        (page, link)
+        for page in (*sources.rglob("*.md"), *sources.rglob("*.ipynb"))
+        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", re.sub(r"`[^`]*`", "", page.read_text()))
+        if "://" not in link and not link.startswith("/")
+    ]
+    assert len(links) > 150
+    missing = [f"{page.relative_to(sources)}: {link}" for page, link in links if not (page.parent / link).exists()]
+    assert missing == []
+
+
 def keys_of(section: str) -> re.Pattern[str]:
     """Return the pattern of the keys in the tables under a heading of the page."""
     page = (ROOT / "docs" / "run_folder.md").read_text()

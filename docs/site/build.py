@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
 from method_pages import method_pages
@@ -65,7 +66,7 @@ def write_sources(source: Path) -> None:
         target = source / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix in (".md", ".ipynb"):
-            target.write_text(_with_links_to_pages(path.read_text()))
+            target.write_text(_with_links_to_pages(path.read_text(), path.parent))
         else:
             shutil.copy(path, target)
     for name, text in {**method_pages(ROOT), **reference_pages()}.items():
@@ -79,12 +80,23 @@ def write_sources(source: Path) -> None:
     (source / "index.md").write_text(f"{start}\n{toctrees(source)}")
 
 
-def _with_links_to_pages(text: str) -> str:
-    """Let links to the README lead to the start page, those to a folder to its README, and link methods in tables."""
-    text = re.sub(r"\]\((\.\./)?README\.md", r"](\1index.md", text)
+def _with_links_to_pages(text: str, folder: Path) -> str:
+    """Lead links to the README to the start page, those to a folder to its README, and link methods in tables.
+
+    Args:
+        text: Page in Markdown, or a notebook.
+        folder: Folder of the page in the repository, which its links start from.
+    """
+    text = re.sub(r"\]\(((?:\.\./)*)README\.md", partial(_to_start_page, folder=folder), text)
     text = re.sub(r"\]\(((?:\.\./)?(?:callbacks|configs|examples|notebooks|benchmarks)/)\)", r"](\1README.md)", text)
     methods = "|".join(algorithms.__all__)
     return re.sub(rf"^\| `({methods})` \|", r"| [`\1`](/methods/\1.rst) |", text, flags=re.MULTILINE)
+
+
+def _to_start_page(link: re.Match[str], folder: Path) -> str:
+    """Return the start of a link to a README, with the name that the page has in the site."""
+    name = "index.md" if (folder / link[1]).resolve() == ROOT else "README.md"
+    return f"]({link[1]}{name}"
 
 
 def toctrees(source: Path) -> str:
