@@ -15,6 +15,7 @@ from helpers.command_line import sparsefl  # noqa: F401  (a fixture)
 from helpers.federation import federation, last  # noqa: F401  (fixtures)
 from helpers.slow import TimeLimit, keep_named_tests, mark_slow_cases
 from lightning_sparsefl.federated.local.stacked.recording.recorder import PassRecorder
+from lightning_sparsefl.report import pictures
 from lightning_sparsefl.testing import contents
 
 os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # Lightning's CLI still calls what jsonargparse renames
@@ -62,6 +63,16 @@ def one_thread() -> Iterator[None]:
 def early_recordings() -> Iterator[None]:
     """Stacks repeat recorded steps from their fourth step on, so that short runs do as well."""
     with mock.patch.object(PassRecorder, "after", 1):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def blank_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Leave the pictures of runs blank, whose rendering takes most of a short run, but where a test looks at them."""
+    if request.node.get_closest_marker("pictures"):
+        yield
+        return
+    with mock.patch.object(pictures, "pixels", return_value=torch.zeros(3, 8, 8, dtype=torch.uint8)):
         yield
 
 

@@ -79,9 +79,9 @@ CASES = {
     "answer": 400,
     "file": 250,
     "checkpoint": 120,
-    "checkpoint_content": 60,
+    "checkpoint_content": 30,
     "records": 60,
-    "database": 150,
+    "database": 100,
 }
 
 

@@ -19,6 +19,7 @@ def clients(momentum=0.0):
     return [Descent(curve, 5, 0.1, momentum) for curve in CURVES]
 
 
+@pytest.mark.slow_after_first
 @pytest.mark.parametrize(
     ("momentum", "first"),
     [(0.0, [-0.21121, -0.3733769128, -0.4546854771]), (0.9, [-0.37456, -0.4563686363, -0.4893054525])],

@@ -176,6 +176,7 @@ class Board:
         self.images.append((tag, tuple(image.shape), step))
 
 
+@pytest.mark.pictures
 def test_pictures_go_to_loggers_that_take_them(net, fit):
     board = Board()
 

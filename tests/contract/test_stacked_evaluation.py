@@ -383,14 +383,15 @@ def test_a_step_that_cannot_be_stacked_is_named_once(model, words, tmp_path, siz
 
 
 @on_several_ranks
-def test_ranks_have_the_bytes_of_one(tmp_path, sizes):
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize("devices", [2, 3])
+def test_ranks_have_the_bytes_of_one(devices, tmp_path, sizes):
     options = {"precision": "32-true", "federation": {"eval_after_training": True, "finetune_epochs": 1}}
     found, one = scores_of(tmp_path / "one", "stacked", "objects", **options)
     assert max(sizes) == 5
-    for devices in (2, 3):
-        _, several = scores_of(tmp_path / str(devices), "stacked", "objects", devices=devices, **options)
-        for table in ("metrics.csv", "finetuned.csv"):
-            assert without_times(several / table) == without_times(one / table)
+    _, several = scores_of(tmp_path / "several", "stacked", "objects", devices=devices, **options)
+    for table in ("metrics.csv", "finetuned.csv"):
+        assert without_times(several / table) == without_times(one / table)
     assert len(found) == 3
 
 

@@ -7,6 +7,8 @@ import torch
 
 from lightning_sparsefl.report import pictures
 
+pytestmark = pytest.mark.pictures
+
 
 def overlaps(count, seed=0):
     table = torch.rand(count, count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -284,6 +284,7 @@ class Upload(Callback):
         self.refusal = refusal(folder)
 
 
+@pytest.mark.slow
 def test_a_run_that_copies_its_folder_stays_the_only_one_in_it(tmp_path):
     upload = Upload()
     fit(tmp_path, 1, callbacks=[upload])

@@ -12,10 +12,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_sparsefl import APFL, FedSpa, PerFedAvg, PFedMe
+from lightning_sparsefl.callbacks import object_states, trial
 from lightning_sparsefl.federated.local import isolation
 from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 from lightning_sparsefl.federated.local.stacked.states.attributes import AttributeStates
+from lightning_sparsefl.sparse import containers
 from tests.federated.local.stacked.test_odd_modules import Plain, check, fit, said_alone
 
 
@@ -472,8 +474,8 @@ def test_what_clients_leave_in_containers_is_said_as_without_stacks(kind, tmp_pa
 class HasAVocabulary(CollectsLosses):
     def __init__(self):
         super().__init__()
-        self.numbers = {f"word {number}": number for number in range(20_000)}
-        self.samples = [(torch.zeros(1), number, []) for number in range(12_000)]
+        self.numbers = {f"word {number}": number for number in range(2_000)}
+        self.samples = [(torch.zeros(1), number, []) for number in range(1_200)]
         self.late = 0
 
     def training_step(self, batch, batch_idx):
@@ -496,7 +498,9 @@ class ChangesASample(HasAVocabulary):
 
 
 @pytest.mark.parametrize("kind", [HasAVocabulary, ChangesAWord, ChangesASample])
-def test_data_in_memory_is_compared_at_the_end_of_a_fit(kind, tmp_path):
+def test_data_in_memory_is_compared_at_the_end_of_a_fit(kind, tmp_path, monkeypatch):
+    for module in (containers, object_states, trial):
+        monkeypatch.setattr(module, "LARGE", 1_000)
     sizes, said = check(kind, tmp_path)
     assert (sizes == [4, 4]) == (not said_alone(said)) == (kind is HasAVocabulary)
 
