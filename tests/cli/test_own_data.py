@@ -102,6 +102,22 @@ def test_trains_and_resumes_and_replays(sparsefl, config, tmp_path):
     assert "Client 2 in round 2, again" in out
 
 
+def test_a_client_is_called_by_the_name_of_its_group(sparsefl, config, tmp_path):
+    code, _, err = sparsefl("fit", "--config", config, "--quiet")
+    assert code == 0, err
+    folder = run_folder(tmp_path, "FedAvg")
+    code, out, err = sparsefl("export", "--ckpt_path", folder, "--client=hospital 2")
+    assert code == 0, err
+    assert "client 2" in out
+    assert (folder / "export" / "client-2" / "model.ckpt").is_file()
+    code, out, err = sparsefl("replay", "--ckpt_path", folder, "--client=hospital 1")
+    assert code == 0, err
+    assert "Client 1 in round 1, again" in out
+    code, _, err = sparsefl("export", "--ckpt_path", folder, "--client=hospitl 2")
+    assert code == 2
+    assert "`client` is 'hospitl 2'; did you mean `hospital 2`?" in err
+
+
 def test_an_option_of_the_model_that_the_data_lacks_is_in_the_configuration_of_the_run(sparsefl, config, tmp_path):
     model = ["--model=MLP", "--model.sample_shape=[1, 2, 4]"]
     code, out, err = sparsefl("fit", "--config", config, *model, "--print_config")

@@ -25,6 +25,7 @@ from torch import Tensor
 from lightning_sparsefl.errors import ExportMismatch, InvalidOption, require_folder, require_type
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.commands import onnx_file
+from lightning_sparsefl.federated.commands.client_number import client_number
 from lightning_sparsefl.federated.commands.interruption_messages import kept_by_export
 from lightning_sparsefl.federated.commands.run import Run
 from lightning_sparsefl.federated.evaluation.scorer import score_global
@@ -52,8 +53,8 @@ class ExportRequest:
 
     bare: LightningModule
     """Copy of the user's module before any changes by the method."""
-    client: int | None = None
-    """Number of the client whose personal model is exported; None = the global model."""
+    client: int | str | None = None
+    """Number or name of the client whose personal model is exported; None = the global model."""
     out: str | None = None
     """Folder of the files; None = ``export/`` in the run folder."""
     formats: Sequence[Format] = ("ckpt", "safetensors")
@@ -61,20 +62,15 @@ class ExportRequest:
     check: bool = False
     """Whether to load and evaluate the files."""
 
-    @property
-    def name(self) -> str:
-        """Name of the model."""
-        return "global" if self.client is None else f"client-{self.client}"
-
     def require(self, num_clients: int) -> None:
         """Raise :class:`InvalidOption` if an option is not valid.
 
         Args:
             num_clients: Number of clients of the run.
         """
-        require_type("client", self.client, int | None)
+        require_type("client", self.client, int | str | None)
         require_type("formats", self.formats, list[str])
-        if self.client is not None and not 0 <= self.client < num_clients:
+        if isinstance(self.client, int) and not 0 <= self.client < num_clients:
             raise InvalidOption(
                 f"`client` is {self.client}; expected a number from 0 to {num_clients - 1}, or null for the global "
                 "model."
@@ -117,10 +113,11 @@ def export(run: Run, request: ExportRequest) -> Exported:
             "`formats` without 'onnx'."
         )
     state, _ = run.start(training=False)
-    if request.client is not None:
-        version = run.server.node_version(request.client, state.server.round)
-        run.visiting.fetch({} if version is None else {request.client: version}, None)
-    exported = run.ranks.share(lambda: _export(run, state, request) if run.ranks.first else None)[0]
+    client = None if request.client is None else client_number(run.data, request.client)
+    if client is not None:
+        version = run.server.node_version(client, state.server.round)
+        run.visiting.fetch({} if version is None else {client: version}, None)
+    exported = run.ranks.share(lambda: _export(run, state, client, request) if run.ranks.first else None)[0]
     assert exported is not None
     return exported
 
@@ -129,10 +126,10 @@ def _is_bfloat16(module: LightningModule) -> bool:
     return any(parameter.dtype == torch.bfloat16 for parameter in module.parameters())
 
 
-def _export(run: Run, state: RunState, request: ExportRequest) -> Exported:
+def _export(run: Run, state: RunState, client: int | None, request: ExportRequest) -> Exported:
     files: dict[Format, Path] = {}
     try:
-        job = _Job(run, state, request)
+        job = _Job(run, state, client, request)
         with raise_disk_full(job.folder, "the model is not exported; free some space, or set `out`"):
             files.update(job.write())
         scores = dict(job.scores(files)) if request.check else {}
@@ -148,8 +145,9 @@ def _export(run: Run, state: RunState, request: ExportRequest) -> Exported:
 class _Job:
     """The export of one model."""
 
-    def __init__(self, run: Run, state: RunState, request: ExportRequest) -> None:
-        self.run, self.state, self.server, self.request = run, state, state.server, request
+    def __init__(self, run: Run, state: RunState, client: int | None, request: ExportRequest) -> None:
+        self.run, self.state, self.server, self.client, self.request = run, state, state.server, client, request
+        self.name = "global" if client is None else f"client-{client}"
         worker, self.notes = run.worker, list[str]()
         self.weights = self._weights()
         worker.load(self.weights)
@@ -162,12 +160,12 @@ class _Job:
     @property
     def title(self) -> str:
         """Title of the printed table."""
-        method, whose = type(self.run.algorithm).__name__, self.request.name.replace("-", " ")
+        method, whose = type(self.run.algorithm).__name__, self.name.replace("-", " ")
         scored = f", {self.run.split} set" if self.request.check else ""
         return f"{method} after {self.server.round} rounds: {whose}{scored}"
 
     def _weights(self) -> Weights:
-        client = self.request.client
+        client = self.client
         if client is None:
             return apply(self.server.weights, self.server.masks)
         if self.run.server_records.get(client, self.server.round) is None:
@@ -218,7 +216,7 @@ class _Job:
         assert resume_point.checkpoint is not None
         beside = resume_point.checkpoint.parent
         own = beside.parent if beside.name == "checkpoints" else beside  # the run's, also of `previous.ckpt`
-        return (resume_point.folder or own) / "export" / self.request.name
+        return (resume_point.folder or own) / "export" / self.name
 
     def _checkpoint(self) -> dict[str, Any]:
         module = self.run.worker.module
@@ -284,7 +282,7 @@ class _Job:
 
     def _score(self, worker: ClientWorker, weights: Weights) -> Mapping[str, float]:
         """Evaluate a model as the run does."""
-        run, client = self.run, self.request.client
+        run, client = self.run, self.client
         if client is None:
             return score_global(replace(self.server, weights=weights, masks={}), worker, run.split, run.options.seed)
         return worker.evaluate(Client(self._order(client), {}, worker), weights, run.split)

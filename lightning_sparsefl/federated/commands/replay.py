@@ -12,6 +12,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 
 from lightning_sparsefl.errors import ClientFailed, InvalidOption
 from lightning_sparsefl.federated.aggregation.reducers import voted
+from lightning_sparsefl.federated.commands.client_number import client_number
 from lightning_sparsefl.federated.commands.run import Run
 from lightning_sparsefl.federated.rounds.cohort import RankCohort, raise_failure
 from lightning_sparsefl.federated.rounds.outcome import Outcome
@@ -74,24 +75,25 @@ class Replay:
         print_table(f"Client {self.outcome.client} in round {self.round}, again", ("", ""), self.rows())
 
 
-def replay(run: Run, client: int, round: int | None = None) -> Replay:
+def replay(run: Run, client: int | str, round: int | None = None) -> Replay:
     """Run one client's local fit of a round again; nothing is written.
 
     Args:
         run: Parts of the run, on one rank.
-        client: Number of the client.
+        client: Number or name of the client.
         round: Number of the round; None = the one after the checkpoint, or the last one of a finished run. Rounds in
             between are run first. A round before the last checkpoint starts from the previous one.
 
     Raises:
         InvalidOption: If the round cannot be reached from a checkpoint, or the client does not train in it.
     """
+    asked = client_number(run.data, client)
     state, number = _state_before(run, round)
     if not run.server.draw.learns:
-        _check_client(run, state, client, number)
+        _check_client(run, state, asked, number)
     state = _repeat_rounds(run, state, number)
-    _check_client(run, state, client, number)
-    again = _replay_client(run, state, client)
+    _check_client(run, state, asked, number)
+    again = _replay_client(run, state, asked)
     again.print()
     return again
 
