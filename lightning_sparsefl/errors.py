@@ -183,6 +183,9 @@ def type_check(hint: Any) -> tuple[Callable[[Any], bool], str]:
         >>> fits, expected = type_check(list[int] | None)
         >>> fits([1, 2.5]), fits(None), expected
         (False, True, 'a list of numbers or null')
+        >>> fits, expected = type_check(int | str)
+        >>> fits(1), fits(True), fits(1.5), expected
+        (True, False, False, 'a whole number or a string')
     """
     alternatives = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kinds = [kind for kind in alternatives if kind is not NoneType]
@@ -196,8 +199,10 @@ def _check_of_kinds(kinds: Sequence[Any]) -> tuple[Callable[[Any], bool], str]:
     """Return the check of the alternatives of an annotation, without None."""
     origins = {get_origin(kind) for kind in kinds}
     inner = [item for kind in kinds for item in get_args(kind) if item is not Ellipsis]
-    if all(kind in (int, float) for kind in kinds):
-        return partial(_is_of, kinds), f"a {'' if float in kinds else 'whole '}number"
+    numbers = [kind for kind in kinds if kind in (int, float)]
+    number = f"a {'' if float in kinds else 'whole '}number"
+    if len(numbers) == len(kinds):
+        return partial(_is_of, kinds), number
     if origins == {Literal}:
         return inner.__contains__, "one of " + ", ".join(map(repr, inner))
     if origins == {Mapping}:
@@ -211,7 +216,9 @@ def _check_of_kinds(kinds: Sequence[Any]) -> tuple[Callable[[Any], bool], str]:
             return texts, "a list of strings"
         return lambda value: isinstance(value, str) or texts(value), "a string or a list of strings"
     if origins == {None} and all(isinstance(kind, type) for kind in kinds):
-        return lambda value: isinstance(value, tuple(kinds)), " or ".join(map(_described, kinds))
+        classes = tuple(kind for kind in kinds if kind not in numbers)
+        expected = " or ".join([*([number] if numbers else ()), *map(_described, classes)])
+        return lambda value: isinstance(value, classes) or (bool(numbers) and _is_of(numbers, value)), expected
     return lambda value: True, ""
 
 

@@ -36,9 +36,8 @@ def client_number(data: Any, client: int | str) -> int:
     if numbers:
         raise InvalidOption(f"`client` is {client!r}, the name of clients {numbers}; expected one of these numbers.")
     if not names:
-        raise InvalidOption(
-            f"`client` is {client!r}, but the data names no clients; expected a number from 0 to {data.num_clients - 1}."
-        )
+        expected = f"a number from 0 to {data.num_clients - 1}"
+        raise InvalidOption(f"`client` is {client!r}, but the data names no clients; expected {expected}.")
     near = nearest(client, names)
     raise InvalidOption(
         f"`client` is {client!r}; did you mean `{near}`?"

@@ -512,8 +512,9 @@ def test_a_module_that_saves_one_dict_can_be_loaded(run):
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"client": "1"}, "`client` is '1'; expected a whole number or null"),
-        ({"client": True}, "`client` is True; expected a whole number or null"),
+        ({"client": "1"}, "`client` is '1', but the data names no clients; expected a number from 0 to 4"),
+        ({"client": 1.5}, "`client` is 1.5; expected a whole number or a string or null"),
+        ({"client": True}, "`client` is True; expected a whole number or a string or null"),
         ({"formats": "ckpt"}, "`formats` is 'ckpt'; expected a list of strings"),
     ],
 )
