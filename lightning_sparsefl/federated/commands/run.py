@@ -18,7 +18,9 @@ from lightning_sparsefl.errors import CheckpointMismatch
 from lightning_sparsefl.federated.aggregation.server_optimizer import require_no_moments
 from lightning_sparsefl.federated.commands.node_side import NodeSide
 from lightning_sparsefl.federated.commands.run_facts import (
+    SIZES,
     STACK_SIZE,
+    facts_of_samples,
     identity,
     reported_facts,
     require_equal_stacks,
@@ -250,8 +252,12 @@ class Run(NodeSide):
         checkpoint = self.resume_point.read(lambda path: self._restore_on_all(path, training))
         with as_checkpoint_error(self.resume_point.checkpoint):
             self.scorer.restore(checkpoint.selected)
+        path = self.resume_point.checkpoint
         if training:
-            report_changes(self.resume_point.checkpoint, checkpoint.reported, self.reported)
+            report_changes(path, checkpoint.reported, self.reported)
+        else:
+            theirs, ours = facts_of_samples(checkpoint.reported), facts_of_samples(self.reported)
+            report_changes(path, theirs, ours, "clients may have other samples than their models were trained on")
         return checkpoint.state, checkpoint
 
     def _identify(self, run: str) -> str:
@@ -280,6 +286,7 @@ class Run(NodeSide):
     def _restore(self, path: Path, training: bool) -> Checkpoint:
         """Read a checkpoint into the stores and the ledger, which keep their content if it is refused."""
         facts = {name: fact for name, fact in self.training.items() if training and name != STACK_SIZE}
+        facts[SIZES] = self.training[SIZES]  # other sizes are of other clients, whose models nobody has trained
         like = {**self.identity, "training": facts}
         checkpoint = read_checkpoint(path, self.layout, self.device, like, self.module.state_dict())
         if training:

@@ -29,6 +29,10 @@ from lightning_sparsefl.federated.tracking.hyperparameters import (
 
 STACK_SIZE = "stack size"
 """Fact by which clients are divided into stacks."""
+SIZES = "client sizes"
+"""Fact by which clients with other samples are recognised."""
+_WITHOUT_SAMPLES = ("data.batch_size", "data.drop_last", "data.eval_split")
+"""Options of the data that change no client's samples."""
 
 
 def identity(algorithm: FederatedAlgorithm, num_clients: int, layout: Layout) -> dict[str, Any]:
@@ -73,7 +77,7 @@ def training_facts(
         "trainer.validate_locally": options.validate_locally,
         "trainer.precision": precision,
         "data.drop_last": workload.drop_last,
-        "client sizes": sizes_fact(data),
+        SIZES: sizes_fact(data),
         "trainer.max_epochs": local.max_epochs,
         "federation.local_epochs": federation.local_epochs,
         "federation.redraw_local_epochs": federation.redraw_local_epochs or None,
@@ -116,7 +120,7 @@ def reported_facts(options: RunOptions, module: LightningModule, data: Any) -> d
     return {
         **{n.replace("/", "."): _lasting(v) for n, v in hparams.items() if n.partition("/")[0] in ("model", "data")},
         "model.frozen_parameters": plain(", ".join(frozen)) or None,
-        "data.seed": getattr(data, "seed", None),
+        "data.seed": getattr(data, "split_seed", getattr(data, "seed", None)),
         "federation.select": options.federation.select,
         "federation.eval_clients": options.federation.eval_clients,
         "federation.on_client_error": options.federation.on_client_error,
@@ -130,6 +134,20 @@ def reported_facts(options: RunOptions, module: LightningModule, data: Any) -> d
         "trainer.limit_val_batches": repr(options.local.limit_val_batches),
         "trainer.limit_test_batches": repr(options.local.limit_test_batches),
     }
+
+
+def facts_of_samples(reported: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts that decide which samples a client has, also where it is only scored.
+
+    Args:
+        reported: Facts from :func:`reported_facts`.
+
+    Example:
+        >>> facts_of_samples({"data": "FederatedBlobs", "data.seed": 3, "data.batch_size": 8, "model.lr": 0.1})
+        {'data': 'FederatedBlobs', 'data.seed': 3}
+    """
+    of_data = {name: fact for name, fact in reported.items() if name.partition(".")[0] == "data"}
+    return {name: fact for name, fact in of_data.items() if name not in _WITHOUT_SAMPLES}
 
 
 def require_equal_stacks(path: Path, theirs: Any, ours: int) -> None:

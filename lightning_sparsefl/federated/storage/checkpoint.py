@@ -365,19 +365,25 @@ def read_checkpoint(
         return checkpoint
 
 
-def report_changes(path: Path | None, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Warn about facts that differ from those of a checkpoint, and that a run may change when it resumes.
+def report_changes(
+    path: Path | None,
+    theirs: Mapping[str, Any],
+    ours: Mapping[str, Any],
+    consequence: str = "the result may differ from that of a run without this change",
+) -> None:
+    """Warn about facts that differ from those of a checkpoint, and that a run may change when it goes on.
 
     Args:
         path: The checkpoint.
         theirs: Facts of the checkpoint, plain values by dotted name.
         ours: Facts of this run.
+        consequence: What a change may lead to, as a clause.
     """
     for name in sorted({*theirs, *ours}):
         if theirs.get(name) != ours.get(name):
             rank_zero_warn(
-                f"{path} was written with `{name}` = {theirs.get(name)!r}, and this run has {ours.get(name)!r}; the "
-                "result may differ from that of a run without this change."
+                f"{path} was written with `{name}` = {theirs.get(name)!r}, and this run has {ours.get(name)!r}; "
+                f"{consequence}."
             )
 
 
@@ -470,7 +476,8 @@ def require_equal_facts(path: Path, theirs: Mapping[str, Any], ours: Mapping[str
             option, got, expected = _difference(name, theirs.get(name), value)
             raise CheckpointMismatch(
                 f"{path} is of another run, or of this one before an option changed: `{option}` was {got}, and is "
-                f"{expected} now; choose the run's own `ckpt_path`, or its configuration."
+                f"{expected} now; choose the run's own `ckpt_path`, or its configuration, or load its global model by "
+                "`load_from_checkpoint` of the module."
             )
 
 

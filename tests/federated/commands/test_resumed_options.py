@@ -73,6 +73,8 @@ def fit(
     on_client_error="raise",
     model=MLP,
     blobs=FederatedBlobs,
+    val_fraction=0.2,
+    verb="fit",
     **options,
 ):
     engine = {"local_engine": local_engine, "client_timeout": client_timeout}
@@ -88,13 +90,13 @@ def fit(
         enable_progress_bar=False,
         **options,
     )
-    sizes = {"num_train": 60, "num_clients": 3, "dim": 8, "batch_size": 8, "val_fraction": 0.2}
+    sizes = {"num_train": 60, "num_clients": 3, "dim": 8, "batch_size": 8, "val_fraction": val_fraction}
     data = blobs(**sizes, drop_last=drop_last, noise=noise, seed=seed)
     torch.manual_seed(0)
     module = model(num_classes=data.num_classes, sample_shape=(1, 1, 8), lr=lr)
     if optimizer is not None:
         module.configure_optimizers = optimizer_of(module, optimizer)
-    return trainer.fit(module, data, ckpt_path)
+    return getattr(trainer, verb)(module, data, ckpt_path)
 
 
 def optimizer_of(module, options):
@@ -194,6 +196,17 @@ def test_clients_with_a_time_limit_are_known_to_train_one_after_another(tmp_path
 def test_a_change_that_a_run_may_make_is_reported(options, name, resume):
     with pytest.warns(UserWarning, match=name):
         resume(**options)
+
+
+@pytest.mark.parametrize("verb", ["validate", "test", "export"])
+def test_clients_are_scored_on_their_own_samples(verb, resume):
+    with pytest.raises(CheckpointMismatch, match=r"`client sizes` was \[.*\], and is \[.*\] now; choose the run's own"):
+        resume(verb=verb, val_fraction=0.4)
+    with pytest.warns(UserWarning, match=r"`data.seed` = 0, and this run has 1; clients may have other samples"):
+        resume(verb=verb, seed=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resume(verb=verb, lr=0.01, drop_last=True)
 
 
 def test_another_argument_of_a_callback_is_reported(tmp_path):
