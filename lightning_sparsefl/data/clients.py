@@ -268,9 +268,11 @@ class ClientDataModules(FederatedDataModule):
         known = 0 if self._given_sizes is None else self._given_sizes[client]
         size = len(source) if hasattr(loader.dataset, "__len__") else known
         if size == 0:
+            has_length = hasattr(loader.dataset, "__len__")
+            advice = "leave the client out" if has_length else "or give its number of samples in `data.client_sizes`"
             raise InvalidOption(
-                f"The training data set of client {client} is empty or has no length; expected a data set with "
-                "`__len__` and at least one sample, or `data.client_sizes`."
+                f"The training data set of client {client} {'is empty' if has_length else 'has no length'}; expected a "
+                f"data set with `__len__` and at least one sample; {advice}."
             )
         return size
 

@@ -150,10 +150,10 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
         return self.download(server, view)
 
     def callbacks(self, message: Message, client: Client) -> list[Callback]:
-        """Return callbacks that make local training differ from the module's own; `message.masks` are held anyway.
+        """Return callbacks that make local training differ from the module's own, without those of `message.masks`.
 
-        They act on every local fit of :meth:`train`. Those of :meth:`survey` and :meth:`finetune` have the callbacks
-        that the hook itself passes to :meth:`Client.fit`.
+        The default :meth:`train` passes them to :meth:`Client.fit`, and so does a `train` of one's own, as do
+        :meth:`survey` and :meth:`finetune` with those that they need.
 
         Args:
             message: Message that the client received.

@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import multiprocessing
+import os
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 
 from lightning_sparsefl.federated import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
@@ -26,7 +30,7 @@ from lightning_sparsefl.testing.contents import (
 from lightning_sparsefl.testing.pipe import piped
 from lightning_sparsefl.testing.promises import Difference, promise, require, require_frozen_value
 from lightning_sparsefl.testing.small_federation import SmallFederation
-from lightning_sparsefl.types import Message, Update, Weights
+from lightning_sparsefl.types import ClientView, Message, ServerState, Update, Weights
 from lightning_sparsefl.wire import Codec, load_sparse
 
 _CLIENT_HOOKS = ("callbacks", "train", "trained", "may_vote", "personalize", "finetune", "survey")
@@ -41,6 +45,8 @@ _CHARGES = {
 """Estimates of `profile`, and the keys under which a run logs what it is charged."""
 _SEED = 987654321
 """Seed whose digits are not in a message by chance."""
+_NOT_KILLED = 3
+"""Exit code of a process whose run came to its end."""
 
 
 def fresh(algorithm: FederatedAlgorithm) -> FederatedAlgorithm:
@@ -111,12 +117,18 @@ def _of_a_client(message: Message, *arguments: Any, **options: Any) -> Mapping[s
 
 @promise
 def leaves_the_servers_state_unchanged(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
-    """Check that server hooks do not change the state that they get.
+    """Check that server hooks do not change the state that they get, nor what the server keeps about the client.
 
     Its tensors are those of messages, and of a checkpoint that may be written at that time.
     """
-    with watched(type(algorithm), _SERVER_HOOKS, lambda state, *_, **__: {"state": vars(state)}):
+    with watched(type(algorithm), _SERVER_HOOKS, _of_the_server):
         federation(algorithm, rounds=2)
+
+
+def _of_the_server(state: ServerState, *arguments: Any, **options: Any) -> Mapping[str, Any]:
+    """Return what a server hook gets and must leave as it is, by name."""
+    kept = [each.shared for each in (*arguments, *options.values()) if isinstance(each, ClientView)]
+    return {"state": vars(state), "view.shared": kept}
 
 
 @contextmanager
@@ -235,8 +247,9 @@ def _lengths() -> Iterator[Mapping[str, list[tuple[int, int]]]]:
 def is_the_same_after_a_resume(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
     """Check that a run that is killed and resumed ends with the bytes of the one that was not.
 
-    Whatever a method remembers is in the server's state, in ``shared`` or in ``memory``; it does not depend on the
-    values that the resumed run's module begins with.
+    Whatever a method remembers is in the server's state, in ``shared`` or in ``memory``, and not in a variable of a
+    class or module, which ends with the process. It does not depend on the values that the resumed run's module begins
+    with.
     """
     require_resumable(algorithm, federation)
 
@@ -259,17 +272,33 @@ def require_resumable(algorithm: FederatedAlgorithm, federation: SmallFederation
             raise KeyboardInterrupt
         return train(self, message, client)
 
-    with mock.patch.object(type(algorithm), "train", dies_in_the_third_round):
-        try:
-            federation(fresh(algorithm), rounds=4, folder="resumed")
-        except KeyboardInterrupt:
-            pass
-        else:
-            raise Difference("`train` was not called for each of the four clients of a round")
+    def is_killed() -> bool:
+        with mock.patch.object(type(algorithm), "train", dies_in_the_third_round):
+            try:
+                federation(fresh(algorithm), rounds=4, folder="resumed")
+            except KeyboardInterrupt:
+                return True
+        return False
+
+    killed = _in_another_process(is_killed) if federation.accelerator == "cpu" else is_killed()
+    require(killed, "`train` was not called for each of the four clients of a round")
     module = _with_other_weights(federation.module_for(algorithm))
     resumed = federation(fresh(algorithm), rounds=4, folder="resumed", ckpt_path="last", module=module)
     require(resumed.run_folder.name == "version_0", "the run was not resumed in its own folder")
     _require_same_run(straight, resumed, "between a run and the same one killed and resumed")
+
+
+def _in_another_process(call: Callable[[], bool]) -> bool:
+    """Return the result of a call in a forked process, with which its variables end, or else in this one."""
+    if not hasattr(os, "fork"):
+        return call()
+    process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(0 if call() else _NOT_KILLED))
+    with warnings.catch_warnings():  # Python 3.12 warns of forks of a process with threads
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    process.join()
+    require(process.exitcode in (0, _NOT_KILLED), f"the run to be killed ended with exit code {process.exitcode}")
+    return process.exitcode == 0
 
 
 def _with_other_weights(module: LightningModule) -> LightningModule:
@@ -357,10 +386,11 @@ def profiles_its_costs(algorithm: FederatedAlgorithm, federation: SmallFederatio
     before = comparable(module.state_dict())
     estimate = federation(algorithm, verb="profile", module=module, quiet=True).summary.content["run"]
     require_equal(before, comparable(module.state_dict()), "weights", "before and after `profile`")
-    with _counted_fits(type(algorithm)) as counts:
+    with _fits(type(algorithm)) as trained:
         charged = federation(algorithm).summary
     known = type(algorithm).costs is not FederatedAlgorithm.costs
-    require(known or max(counts) <= 1, f"`train` fits {max(counts)} times, and `costs` charges one fit; override it")
+    most = max(len(fits) for _, _, fits in trained)
+    require(known or most <= 1, f"`train` fits {most} times, and `costs` charges one fit; override it")
     for (column, name), key in _CHARGES.items():
         got, expected = estimate[column].get(name), charged.get(key)
         require((got is None) == (expected is None), f"`{key}` is known only to one of `profile` and the run")
@@ -368,20 +398,51 @@ def profiles_its_costs(algorithm: FederatedAlgorithm, federation: SmallFederatio
         require(fits, f"`profile` estimates {got:g} for `{key}`, and the run is charged {expected:g}")
 
 
-@contextmanager
-def _counted_fits(kind: type[FederatedAlgorithm]) -> Iterator[list[int]]:
-    """Count the calls of `client.fit` in each call of `train` within the context."""
-    counts, train = [0], kind.train
+@promise
+def trains_with_its_masks_and_callbacks(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
+    """Check that `train` passes the message's masks and its own callbacks to `client.fit`.
 
-    def counted(self: FederatedAlgorithm, message: Message, client: Client) -> Update:
-        fit = mock.Mock(side_effect=client.fit)
+    A client trains with what it is passed alone: without masks it trains dense, and is charged the FLOPs of the masks.
+    A method that overrides `costs` may leave them out.
+    """
+    with _fits(type(algorithm)) as trained:
+        federation(algorithm, rounds=2)
+    charged_by_masks = type(algorithm).costs is FederatedAlgorithm.costs
+    for message, callbacks, fits in trained:
+        for held, _ in fits:
+            dense = sorted(message.masks.keys() - held) if charged_by_masks else []
+            require(not dense, f"`train` fits without the message's mask of {', '.join(map(repr, dense[:3]))}")
+        passed = {type(callback) for _, used in fits for callback in used}
+        lost = sorted(kind.__name__ for kind in callbacks - passed)
+        require(not (fits and lost), f"`train` passes no {', '.join(lost)} of `callbacks` to `client.fit`")
+
+
+_Fit = tuple[frozenset[str], Sequence[Callback]]
+"""Names of the masks and callbacks of one call of `client.fit`."""
+
+
+@contextmanager
+def _fits(kind: type[FederatedAlgorithm]) -> Iterator[list[tuple[Message, set[type], list[_Fit]]]]:
+    """Collect, for each call of `train` within the context, its message, classes of `callbacks`, and fits."""
+    found: list[tuple[Message, set[type], list[_Fit]]] = []
+    train = kind.train
+
+    def noted(self: FederatedAlgorithm, message: Message, client: Client) -> Update:
+        fits: list[_Fit] = []
+        original = client.fit
+
+        @functools.wraps(original)
+        def fit(weights: Weights, masks: Any = None, trainable: Any = None, callbacks: Any = (), **options: Any) -> Any:
+            fits.append((frozenset(masks or {}), tuple(callbacks)))
+            return original(weights, masks, trainable, callbacks, **options)
+
         with mock.patch.object(client, "fit", fit):
             update = train(self, message, client)
-        counts.append(fit.call_count)
+        found.append((message, {type(each) for each in self.callbacks(message, client)}, fits))
         return update
 
-    with mock.patch.object(kind, "train", counted):
-        yield counts
+    with mock.patch.object(kind, "train", noted):
+        yield found
 
 
 def _require_loadable(algorithm: FederatedAlgorithm, federation: SmallFederation, exported: Any) -> None:

@@ -48,6 +48,7 @@ _ALGORITHM = (
     algorithm_checks.exports_what_it_scored,
     algorithm_checks.scores_what_clients_trained,
     algorithm_checks.profiles_its_costs,
+    algorithm_checks.trains_with_its_masks_and_callbacks,
 )
 _ALGORITHM_WITH_FORKS = (
     algorithm_checks.is_the_same_on_several_ranks,

@@ -72,6 +72,11 @@ def test_profiles_its_costs(algorithm, federation):
     checks.profiles_its_costs(algorithm, federation)
 
 
+@every_algorithm
+def test_trains_with_its_masks_and_callbacks(algorithm, federation):
+    checks.trains_with_its_masks_and_callbacks(algorithm, federation)
+
+
 @pytest.mark.parametrize("algorithm", [FedSpa(), FedLPS()], ids=repr)  # for the others, equal ranks imply it
 def test_is_reproducible(algorithm, federation):
     checks.is_reproducible(algorithm, federation)

@@ -277,10 +277,12 @@ def test_refuses_streams_and_empty_sets():
         def train_dataloader(self):
             return DataLoader(numbers(0, 0))
 
-    for module in (Streaming(), Empty()):
-        with pytest.raises(
-            InvalidOption, match="client 1 is empty or has no length; expected a data set with `__len__`"
-        ):
+    for module, words, advice in (
+        (Streaming(), "has no length", "or give its number of samples in `data.client_sizes`"),
+        (Empty(), "is empty", "leave the client out"),
+    ):
+        expected = f"client 1 {words}; expected a data set with `__len__` and at least one sample; {advice}\\.$"
+        with pytest.raises(InvalidOption, match=expected):
             ClientDataModules([TrainOnly(), module]).setup()
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
+from lightning_sparsefl.callbacks import ProximalTerm
 from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.data import IID, Partition
 from lightning_sparsefl.federated import CohortSampler, CoordinateReducer, FederatedAlgorithm, Uniform
@@ -52,6 +53,57 @@ class Forgets(FederatedAlgorithm):
         object.__setattr__(self, "count", count)
         state = super().aggregate(server, merged)
         return replace(state, weights={name: w / count for name, w in state.weights.items()})
+
+
+ROUNDS: dict[str, int] = {}
+"""A variable of the module, which ends with the process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountsInAModule(FederatedAlgorithm):
+    """Counts rounds in a variable of its module."""
+
+    def aggregate(self, server, merged):
+        count = ROUNDS["count"] = ROUNDS["count"] + 1 if server.round else 1
+        state = super().aggregate(server, merged)
+        return replace(state, weights={name: w / count for name, w in state.weights.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MutatesItsRecord(FederatedAlgorithm):
+    """Counts its rounds in the tensor that the server keeps about a client."""
+
+    def download(self, server, view):
+        view.shared.get("rounds", torch.zeros(1)).add_(1)
+        return super().download(server, view)
+
+    def train(self, message, client):
+        return replace(super().train(message, client), shared={"rounds": torch.zeros(1)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainsDense(FederatedAlgorithm):
+    """Sends masks, and trains without them."""
+
+    def init(self, weights, fleet):
+        masks = {name: torch.arange(w.numel()).view_as(w) % 2 == 0 for name, w in weights.items() if w.ndim > 1}
+        return replace(super().init(weights, fleet), masks=masks)
+
+    def train(self, message, client):
+        result = client.fit(message.weights, callbacks=self.callbacks(message, client))
+        return Update(weights=result.weights, weight=client.num_examples, metrics=result.metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeavesItsCallbacksOut(FederatedAlgorithm):
+    """Has callbacks, and trains without them."""
+
+    def callbacks(self, message, client):
+        return [ProximalTerm(strength=0.1)]
+
+    def train(self, message, client):
+        result = client.fit(message.weights, message.masks)
+        return Update(weights=result.weights, weight=client.num_examples, metrics=result.metrics)
 
 
 @dataclass(frozen=True, kw_only=True)

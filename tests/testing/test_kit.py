@@ -41,6 +41,10 @@ METHODS = {
     broken.LearnsNothing: "learns",
     broken.RemembersOutsideOfMemory: "is_the_same_through_a_pipe",
     broken.KeepsItsHead: "scores_what_clients_trained",
+    broken.CountsInAModule: "is_the_same_after_a_resume",
+    broken.MutatesItsRecord: "leaves_the_servers_state_unchanged",
+    broken.TrainsDense: "trains_with_its_masks_and_callbacks",
+    broken.LeavesItsCallbacksOut: "trains_with_its_masks_and_callbacks",
 }
 CALLBACKS = {
     broken.LetsWeightsGrow: "holds_its_masks",

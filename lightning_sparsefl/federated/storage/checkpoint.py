@@ -377,7 +377,7 @@ def report_changes(
         path: The checkpoint.
         theirs: Facts of the checkpoint, plain values by dotted name.
         ours: Facts of this run.
-        consequence: What a change may lead to, as a clause.
+        consequence: Possible result of a change, as a clause.
     """
     for name in sorted({*theirs, *ours}):
         if theirs.get(name) != ours.get(name):
