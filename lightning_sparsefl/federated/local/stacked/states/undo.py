@@ -37,6 +37,8 @@ from lightning_sparsefl.sparse.containers import CONTAINERS, containers_in, has_
 
 _OF_A_FIT = OF_LIGHTNING | {"trainer", "log", "log_dict", "configure_optimizers"}
 """Attributes of modules that torch, Lightning and a fit set."""
+_LIBRARIES = frozenset(("builtins", "lightning", "lightning_sparsefl", "torch", "torchmetrics", "torchvision"))
+"""Packages whose classes have no attributes that steps set."""
 _LARGEST_TRIED = 2**28
 """Number of elements from which on a tensor is not copied before a trial, so that there is memory for the copy."""
 _GLOBAL = {
@@ -101,7 +103,7 @@ class CallbackStates(ObjectStates):
 
 
 class ModuleStates(ObjectStates):
-    """What a module keeps beside its parameters and submodules: attributes of any kind, and its buffers.
+    """What a module keeps beside its parameters and submodules: attributes of any kind, also of its class, and buffers.
 
     Clients of a stack share it, so that a step which changes it has no meaning for several clients at once. The states
     of metric objects that are submodules are not covered, and neither are Lightning's own attributes.
@@ -147,6 +149,10 @@ class ModuleStates(ObjectStates):
             self._owners.append((name, child, own, buffers))
             for key, value in (*own.items(), *buffers.items()):
                 self.visit(value, f"{name}.{key}")
+        self._classes = [(kind, _of_class(kind)) for kind in _classes_of_users(child for _, child in self._modules)]
+        for kind, own in self._classes:
+            for key, value in own.items():
+                self.visit(value, f"{kind.__name__}.{key}")
         for name, value in others.items():
             self.visit(value, name)
         self._draws = GlobalDraws()
@@ -190,6 +196,7 @@ class ModuleStates(ObjectStates):
                         yield _Change(f"assigns the buffer `{name}.{key}` instead of writing into it")
                     else:
                         yield _Change(_clause(f"{name}.{key}", now.get(key)), f"{name}.{key}")
+        yield from self._changes_of_classes()
         written = {id(buffer) for *_, own in self._owners for buffer in own.values()}
         for kept in self.kept.values():
             value, before, name, *_ = kept
@@ -200,6 +207,13 @@ class ModuleStates(ObjectStates):
             else:
                 holder = name.partition("[")[0] if isinstance(value, CONTAINERS) else ""
                 yield _Change(_clause(name, value, before), holder)
+
+    def _changes_of_classes(self) -> Iterator[_Change]:
+        for kind, own in self._classes:
+            now = _of_class(kind)
+            for key in sorted({*now, *own}):
+                if not _same(now.get(key), own.get(key)):
+                    yield _Change(f"sets the attribute `{key}` of the class `{kind.__name__}`")
 
     def require_same(self, in_data: bool = False) -> None:
         """Raise :class:`NotStackable` if anything has changed.
@@ -263,6 +277,13 @@ class ModuleStates(ObjectStates):
                 del vars(child)[key]
             vars(child).update(own)
             child._buffers.update(buffers)
+        for kind, own in self._classes:
+            now = _of_class(kind)
+            for key in now.keys() - own.keys():
+                delattr(kind, key)
+            for key, value in own.items():
+                if now.get(key) is not value:
+                    setattr(kind, key, value)
         super().restore()
 
 
@@ -336,6 +357,21 @@ def _own(child: nn.Module) -> dict[str, Any]:
         return own_attributes(child)
     found = {key: value for key, value in vars(child).items() if key not in _OF_A_FIT}
     return found if found.get("_hparams", True) else {key: value for key, value in found.items() if key != "_hparams"}
+
+
+def _classes_of_users(modules: Iterable[nn.Module]) -> list[type]:
+    """Return the classes of modules, with their bases, that are not part of a library."""
+    bases = dict.fromkeys(base for child in modules for base in type(child).__mro__)
+    return [base for base in bases if base.__module__.partition(".")[0] not in _LIBRARIES]
+
+
+def _of_class(kind: type) -> dict[str, Any]:
+    """Return the attributes of a class itself that are neither its methods nor Python's own."""
+    return {
+        key: value
+        for key, value in vars(kind).items()
+        if not (key.startswith(("__", "_abc_")) or callable(value) or hasattr(type(value), "__get__"))
+    }
 
 
 def differing_value(ours: Sequence[tuple[str, Any]], theirs: Sequence[tuple[str, Any]]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -469,6 +470,33 @@ def test_what_clients_leave_in_containers_is_said_as_without_stacks(kind, tmp_pa
         fit(kind(), engine, tmp_path / engine)
     assert said["fast"] == said["stacked"]
     assert len(said["fast"]) == (kind is LeavesItsLosses)
+
+
+class CountsInItsClass(Plain):
+    """Keeps a number and a list that all objects of the class share."""
+
+    steps = 0
+    seen: ClassVar[list[int]] = []
+
+    def training_step(self, batch, batch_idx):
+        type(self).steps += 1
+        self.seen.append(batch_idx)
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize("engine", ["stacked", "auto"])
+def test_attributes_of_a_class_change_as_without_stacks(engine, tmp_path, monkeypatch):
+    counts = {}
+    for name in ("fast", engine):
+        monkeypatch.setattr(CountsInItsClass, "steps", 0)
+        monkeypatch.setattr(CountsInItsClass, "seen", [])
+        *_, sizes, said = fit(CountsInItsClass(), name, tmp_path / name)
+        counts[name] = (CountsInItsClass.steps, CountsInItsClass.seen)
+        assert sizes == []
+    assert counts[engine] == counts["fast"]
+    assert counts["fast"][0] == len(counts["fast"][1]) > 0
+    words = "sets the attribute `steps` of the class `CountsInItsClass`, which all clients share"
+    assert any(words in text for text in said_alone(said)) == (engine == "stacked"), said
 
 
 class HasAVocabulary(CollectsLosses):
