@@ -90,6 +90,10 @@ class BudgetAwareExtrusion(ReportedCallback):
         if stage == "fit":
             self._low, self._first, self._resumed = {}, [], False
 
+    def held(self) -> dict[str, Tensor]:
+        """Return the weights that may be penalized."""
+        return self._weights
+
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Choose the weights to penalize."""
         require_unscaled_gradients(trainer, "BudgetAwareExtrusion")
@@ -133,6 +137,7 @@ class BudgetAwareExtrusion(ReportedCallback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Choose the weights to penalize at the first batch, when other callbacks have pruned what they prune first."""
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self._choose()
 
     @torch.no_grad()

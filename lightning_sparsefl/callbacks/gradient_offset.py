@@ -44,7 +44,11 @@ class GradientOffset(ReportedCallback):
     def __init__(self, offset: Weights) -> None:
         super().__init__()
         self.offset = offset
-        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._pairs: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def held(self) -> Weights:
+        """Return the parameters that have an offset."""
+        return {name: parameter for name, (parameter, _) in self._pairs.items()}
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Pair the offset with the parameters, on their device and in their type."""
@@ -53,17 +57,17 @@ class GradientOffset(ReportedCallback):
         offset = of_parameters(self.offset, pl_module, "GradientOffset", "offset")
         require_dense_gradients(pl_module, offset, "GradientOffset")
         parameters = dict(pl_module.named_parameters())
-        self._pairs = [(parameters[name], value.to(parameters[name])) for name, value in offset.items()]
+        self._pairs = {name: (parameters[name], value.to(parameters[name])) for name, value in offset.items()}
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Any, pl_module: LightningModule, optimizer: Any) -> None:
         """Add the offset to the gradients of this optimizer."""
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
         stepping = stepped_by(optimizer)
-        for parameter, offset in self._pairs:
+        for parameter, offset in self._pairs.values():
             if parameter.grad is not None and id(parameter) in stepping:
                 parameter.grad.add_(offset)
 
     def _release(self) -> None:
         super()._release()
-        self._pairs = []
+        self._pairs = {}

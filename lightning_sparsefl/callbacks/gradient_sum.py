@@ -54,6 +54,10 @@ class GradientSum(ReportedCallback):
         if stage == "fit":
             self.sums, self.squares = {}, {}
 
+    def held(self) -> dict[str, Tensor]:
+        """Return the parameters whose gradients are added up."""
+        return self._parameters
+
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Allocate the sums, beside the parameters."""
         require_unscaled_gradients(trainer, "GradientSum")

@@ -103,6 +103,10 @@ class GroupPenalty(ReportedCallback):
                 "before, where they are pruned."
             )
 
+    def held(self) -> Mapping[str, Tensor]:
+        """Return the penalized weights of this fit."""
+        return self._by_name
+
     def key_options(self) -> dict[str, Any]:
         """Return the layers, or what the groups are."""
         return {"layers": self.layers} if self.groups == "layers" else {"groups": self.groups}

@@ -10,10 +10,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from lightning_sparsefl.callbacks.holding import HoldingCallback
 from lightning_sparsefl.callbacks.layers import plain_name, require_initialized, stepped_by
 from lightning_sparsefl.callbacks.mask_owner import packed, renamed, unpacked
 from lightning_sparsefl.callbacks.masking import make_masks
-from lightning_sparsefl.callbacks.numbered import NumberedCallback
 from lightning_sparsefl.callbacks.options import check_arguments
 from lightning_sparsefl.callbacks.reparameterized import Reparameterized
 from lightning_sparsefl.callbacks.step_guard import StepGuard
@@ -23,7 +23,7 @@ from lightning_sparsefl.sparse.masks import check
 from lightning_sparsefl.types import Masks
 
 
-class LayerFreezing(NumberedCallback):
+class LayerFreezing(HoldingCallback):
     """Keeps weights as they are where `trainable` is False; it never zeroes them.
 
     A tensor that is False throughout gets no gradient at all, so that the backward pass stops below the earliest
@@ -45,6 +45,7 @@ class LayerFreezing(NumberedCallback):
         self.trainable = dict(trainable)
         self._first: dict[str, tuple[Tensor, Tensor]] = {}
         """Masks of frozen entries and their values, 0 elsewhere, of tensors that are frozen in part."""
+        self._held: dict[str, Tensor] = {}
         self._frozen: list[Tensor] = []
         self._partly: list[tuple[Tensor, InPlaceMask, Tensor]] = []
         self._theta: list[tuple[Reparameterized, str, InPlaceMask, Tensor]] = []
@@ -67,6 +68,10 @@ class LayerFreezing(NumberedCallback):
             if not mask.any():
                 self._frozen.append(parameter.requires_grad_(False))
 
+    def held(self) -> dict[str, Tensor]:
+        """Return the parameters that are frozen, or have frozen entries."""
+        return self._held
+
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Store the values of frozen entries, now that layers are made, loaded, masked and on their device."""
         make_masks(trainer, pl_module)
@@ -74,6 +79,7 @@ class LayerFreezing(NumberedCallback):
         trainable = renamed(self.trainable, parameters)
         require_initialized({name: parameters[name] for name in trainable if name in parameters}, "LayerFreezing")
         check(trainable, parameters)
+        self._held = {name: parameters[name] for name, mask in trainable.items() if not mask.all()}
         self._freeze(parameters, trainable)
         if self._frozen and not any(parameter.requires_grad for parameter in parameters.values()):
             raise InvalidOption(
@@ -173,7 +179,7 @@ class LayerFreezing(NumberedCallback):
             parameter.requires_grad_(True)
         for guard in self._guards:
             guard.remove()
-        self._frozen, self._partly, self._theta, self._guards = [], [], [], []
+        self._held, self._frozen, self._partly, self._theta, self._guards = {}, [], [], [], []
 
 
 def _spread(mask: Tensor, values: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor, nn
 
+from lightning_sparsefl.callbacks.holding import HoldingCallback
 from lightning_sparsefl.callbacks.layers import choose, pattern_list, plain_name, require_maskable
-from lightning_sparsefl.callbacks.numbered import NumberedCallback
 from lightning_sparsefl.callbacks.spawned import ReturnedState, is_spawned
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 from lightning_sparsefl.sparse.masks import dense_like, pack, unpack
@@ -21,7 +21,7 @@ from lightning_sparsefl.types import Masks, Weights
 warning_cache = WarningCache()
 
 
-class MaskOwner(NumberedCallback):
+class MaskOwner(HoldingCallback):
     """Owner of the masks of some layers, which no other callback may mask.
 
     Masks belong to the callback and not to a fit: a second fit starts with those of the first, a checkpoint has them
@@ -75,6 +75,10 @@ class MaskOwner(NumberedCallback):
     @masks.setter
     def masks(self, masks: dict[str, Tensor]) -> None:
         self._masks = masks
+
+    def held(self) -> Weights:
+        """Return the masked weights of this fit."""
+        return self._weights
 
     def collect(self) -> None:
         """Take over the state with which a fit in spawned processes (``ddp_spawn``, ``ddp_fork``) has ended."""

@@ -229,6 +229,7 @@ class MaskingCallback(MaskOwner):
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Mask weights that have been written since the last batch."""
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self._mask_written()
 
     def before_loss(self, again: bool) -> None:
@@ -292,6 +293,7 @@ class MaskingCallback(MaskOwner):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Mask the weights, however they have been written."""
+        super().on_train_epoch_end(trainer, pl_module)
         self.mask_weights()
 
     def on_validation_batch_start(

@@ -60,7 +60,7 @@ class OrderedDropout(ReportedCallback):
         (0.5, 1.0)
     """
 
-    _of_a_fit = ("_handles", "_now", "_batch", "_logits", "_undo", "log", "log_dict")
+    _of_a_fit = ("_handles", "_layers", "_now", "_batch", "_logits", "_undo", "log", "log_dict")
 
     @check_arguments
     def __init__(
@@ -90,6 +90,7 @@ class OrderedDropout(ReportedCallback):
     def _forget(self) -> None:
         """Set the references to a fit's module to their values outside of a fit."""
         self._handles: list[Any] = []
+        self._layers: dict[str, nn.Module] = {}
         self._now, self._batch, self._undo = max(self.rates), (None, 0), ExitStack()
         self._logits: Tensor | None = None
 
@@ -108,6 +109,10 @@ class OrderedDropout(ReportedCallback):
         if stage == "fit":
             self._drawn, self._stepped, self._rate = 0, True, max(self.rates)
 
+    def held(self) -> dict[str, nn.Module]:
+        """Return the layers whose units are dropped."""
+        return self._layers
+
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Refuse manual optimization where the callback adds to gradients, and bare optimizers."""
         if self.distill and not pl_module.automatic_optimization:
@@ -119,6 +124,7 @@ class OrderedDropout(ReportedCallback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Draw a rate after each step."""
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         if not self._handles:
             self._register(pl_module, self.groups or units_in_training(pl_module, batch, batch_idx))
         if self._stepped:
@@ -181,7 +187,7 @@ class OrderedDropout(ReportedCallback):
                 "layers whose outputs another such layer reads."
             )
         for (name, reads), gates in gates_of(module, groups, self.rates).items():
-            layer = module.get_submodule(name)
+            layer = self._layers[name] = module.get_submodule(name)
             if reads:
                 self._handles.append(
                     layer.register_forward_pre_hook(_Hook(partial(self._read, gates)), with_kwargs=True)

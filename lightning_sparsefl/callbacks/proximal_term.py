@@ -42,7 +42,7 @@ class ProximalTerm(ReportedCallback):
             raise InvalidOption(f"`ProximalTerm(strength={strength})`: expected a number >= 0.")
         super().__init__()
         self.strength, self.anchor = strength, anchor
-        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._pairs: dict[str, tuple[Tensor, Tensor]] = {}
         self._resumed: Weights | None = None
         self._taken: dict[str, Tensor] = {}
 
@@ -51,6 +51,10 @@ class ProximalTerm(ReportedCallback):
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._taken, self._resumed = {}, None
+
+    def held(self) -> Weights:
+        """Return the parameters that have a term."""
+        return {name: parameter for name, (parameter, _) in self._pairs.items()}
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Copy the anchor, since training writes into the weights."""
@@ -64,7 +68,7 @@ class ProximalTerm(ReportedCallback):
         anchor = of_parameters(given, pl_module, "ProximalTerm", "anchor")
         require_dense_gradients(pl_module, anchor, "ProximalTerm")
         anchor = {n: value.to(parameters[n].device, parameters[n].dtype, copy=True) for n, value in anchor.items()}
-        self._pairs = [(parameters[name], value) for name, value in anchor.items()]
+        self._pairs = {name: (parameters[name], value) for name, value in anchor.items()}
         if self.anchor is None:
             self._taken = anchor
 
@@ -73,7 +77,7 @@ class ProximalTerm(ReportedCallback):
         """Add the gradient of the term, for the weights of this optimizer."""
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
         stepping = stepped_by(optimizer)
-        for parameter, anchor in self._pairs:
+        for parameter, anchor in self._pairs.values():
             if parameter.grad is not None and id(parameter) in stepping:
                 parameter.grad.add_(parameter - anchor, alpha=self.strength)
 

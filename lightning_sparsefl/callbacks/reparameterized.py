@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_sparsefl.callbacks.holding import HoldingCallback
 from lightning_sparsefl.callbacks.layers import (
     choose,
     pattern_list,
@@ -19,13 +20,12 @@ from lightning_sparsefl.callbacks.layers import (
 )
 from lightning_sparsefl.callbacks.mask_owner import MaskOwner, renamed
 from lightning_sparsefl.callbacks.masking import make_masks
-from lightning_sparsefl.callbacks.numbered import NumberedCallback
 from lightning_sparsefl.callbacks.step_guard import StepGuard, refuse_lbfgs
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
 from lightning_sparsefl.types import Weights
 
 
-class Reparameterized(NumberedCallback):
+class Reparameterized(HoldingCallback):
     """Base class: the module holds ``f(theta)`` wherever it is looked at, and the optimizer steps theta.
 
     Theta has the shapes of the weights and is kept here. It takes their place in the module for the optimizer's step
@@ -72,6 +72,10 @@ class Reparameterized(NumberedCallback):
     def key_options(self) -> dict[str, Any]:
         """Return the layers."""
         return {"layers": pattern_list(self.layers), "theta": self._given}
+
+    def held(self) -> Weights:
+        """Return the weights of this fit that are a function of theta."""
+        return self._weights
 
     @property
     def theta(self) -> Weights:

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from lightning_sparsefl.callbacks.numbered import NumberedCallback
+from lightning_sparsefl.callbacks.holding import HoldingCallback
 from lightning_sparsefl.callbacks.step_guard import StepGuard
 from lightning_sparsefl.errors import InvalidOption
 
@@ -64,7 +64,7 @@ class ReportedSteps:
         self._guards, self._reported = [], False
 
 
-class ReportedCallback(NumberedCallback):
+class ReportedCallback(HoldingCallback):
     """Base class of callbacks that act before each optimizer step, and refuse steps that are not reported to them."""
 
     def __init__(self) -> None:

@@ -99,7 +99,7 @@ def test_buffers_in_the_tree_do_nothing_and_the_tree_is_left_as_it_is(net, fit):
     assert not module.mean.any()
     assert callback.offset["net.4.bias"].tolist() == [1, 1, 1]
     assert callback.state_dict() == {}
-    assert callback._pairs == []
+    assert callback._pairs == {}
 
 
 @pytest.mark.parametrize(
