@@ -63,7 +63,8 @@ def choose(module: nn.Module, layers: Sequence[str] | str | None, owner: str) ->
         owner: Name of the callback, for messages.
 
     Raises:
-        InvalidOption: If a pattern matches no layer, no layer is left, or a layer is not initialized yet.
+        InvalidOption: If the list of patterns is empty, a pattern matches no layer, no layer is left, or a layer is not
+            initialized yet.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2))
@@ -97,7 +98,8 @@ def _patterns(layers: Any, owner: str) -> list[str]:
     if isinstance(layers, str):
         return [layers]
     patterns: list[Any] = list(layers or ()) if layers is None or isinstance(layers, Iterable) else [layers]
-    if not all(isinstance(pattern, str) for pattern in patterns):
+    none = layers is not None and not patterns  # an empty list might mean all layers or none
+    if none or not all(isinstance(pattern, str) for pattern in patterns):
         raise InvalidOption(f"`{owner}(layers={layers!r})`: expected a pattern, a list of patterns, or None for all.")
     return patterns
 

@@ -5,7 +5,8 @@ import torch
 import torchvision
 from torch import nn
 
-from lightning_sparsefl.callbacks import GroupPenalty, StaticMask
+from helpers.masking import KINDS
+from lightning_sparsefl.callbacks import GroupPenalty, LearnedImportance, PowerPropagation, SparsityMonitor, StaticMask
 from lightning_sparsefl.callbacks.layers import choose
 from lightning_sparsefl.errors import InvalidOption
 
@@ -34,7 +35,6 @@ EVERY = [*CONVS, *CELL, *REST]
     ("layers", "chosen"),
     [
         (None, EVERY),
-        ([], EVERY),
         ("conv*", ["conv1.weight", "conv2.weight"]),
         (["head*", "conv1.*"], ["conv1.weight", "head.weight"]),  # in the module's order, and no bias
         (["*", "!head*"], ["scale", *CONVS, *CELL]),
@@ -80,6 +80,13 @@ def test_nothing_left_is_refused():
         choose(Net(), ["head*", "!*weight"], "Callback")
     with pytest.raises(InvalidOption, match="`Callback` finds no layer: the module has no parameter of two or more"):
         choose(nn.BatchNorm1d(3), None, "Callback")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, GroupPenalty, LearnedImportance, PowerPropagation, SparsityMonitor])
+def test_an_empty_list_is_refused(kind, net, fit):
+    message = rf"^`{kind.__name__}\(layers=\[\]\)`: expected a pattern, a list of patterns, or None for all\.$"
+    with pytest.raises(InvalidOption, match=message):
+        fit(net(), [kind(layers=[])])
 
 
 def test_many_names_are_cut_short():
