@@ -110,7 +110,8 @@ class SparsityMonitor(NumberedCallback):
             seen = {name: mask.to(now[name].device) for name, mask in self._seen.items() if name in now}
             densities = self._densities(now)
             shown = {key: value for key, value in densities.items() if self.per_layer or key == _DENSITY}
-            pl_module.log_dict(shown | {"mask/changed": changed(now, seen)} | self._forward(pl_module, now))
+            values = shown | {"mask/changed": changed(now, seen)} | self._forward(trainer, pl_module, now)
+            pl_module.log_dict(values, sync_dist=True, reduce_fx="max")  # the weights of all processes are equal
             self._seen = now
             if self.pictures and getattr(trainer, "is_global_zero", True):
                 _draw(trainer, now, densities)
@@ -120,10 +121,12 @@ class SparsityMonitor(NumberedCallback):
         layers = {f"{_LAYER}{name}": kept[name] / sizes[name] for name in kept if sizes[name]}
         return {_DENSITY: sum(kept.values()) / max(1, sum(sizes.values()))} | layers
 
-    def _forward(self, module: LightningModule, masks: Masks) -> dict[str, float]:
+    def _forward(self, trainer: Any, module: LightningModule, masks: Masks) -> dict[str, float]:
         layers = _work[module][1] if self.flops and module in _work else ()
         dense, now = forward_flops(layers), forward_flops(layers, masks)
-        return {"flops/forward": now, "flops/forward_share": now / dense} if dense else {}
+        # each process counts on a sample of its own, and would wait for the values of one that could not
+        counted = self.flops and trainer.strategy.reduce(torch.tensor(float(dense > 0), device=module.device)) == 1
+        return {"flops/forward": now, "flops/forward_share": now / dense} if counted else {}
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Forget what was loaded for this run."""

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sparsefl.callbacks import GlobalMagnitudePruning, ProximalTerm, SparsityMonitor, StaticMask
 from lightning_sparsefl.errors import InvalidOption
@@ -66,7 +68,7 @@ def test_only_chosen_layers_and_only_some_epochs(net, fit):
     class Spy(SparsityMonitor):
         def on_train_epoch_end(self, trainer, pl_module):
             before, log = len(seen), pl_module.log_dict
-            pl_module.log_dict = seen.append
+            pl_module.log_dict = lambda values, **_: seen.append(values)
             super().on_train_epoch_end(trainer, pl_module)
             pl_module.log_dict = log
             assert len(seen) - before == ((trainer.current_epoch + 1) % 2 == 0)
@@ -291,3 +293,36 @@ def test_it_says_that_a_compiled_network_is_not_counted(net, fit, caplog):
         fit(module, [watch], epochs=1)
     assert "flops/forward" not in watch.rows[0]
     assert "has compiled layers, which cannot be traced; set `flops=False`" in caplog.text
+
+
+class Picky(L.LightningModule):
+    """Its first process, or none, takes batches that `forward` can be called with."""
+
+    def __init__(self, everywhere):
+        super().__init__()
+        self.layer, self.everywhere = nn.Linear(3, 2, bias=False), everywhere
+
+    def forward(self, x):
+        if not self.everywhere and self.global_rank == 1:
+            raise ValueError
+        return self.layer(x)
+
+    def training_step(self, batch):
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.filterwarnings("error:It is recommended to use .*sync_dist=True")
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_several_processes_log_the_same_values_without_a_warning_of_lightning(everywhere, monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+    options = {"max_epochs": 2, "devices": 2, "strategy": "ddp_fork", "enable_checkpointing": False}
+    trainer = L.Trainer(**quiet, **options, callbacks=[StaticMask(0.5, rescale=False), SparsityMonitor()])
+    trainer.fit(Picky(everywhere), DataLoader(TensorDataset(torch.ones(4, 3))))
+    values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    flops = {"flops/forward": 12 * 0.5, "flops/forward_share": 0.5} if everywhere else {}
+    assert values == {"density/all": 0.5, "density/layer/layer.weight": 0.5, "mask/changed": 0.0} | flops
