@@ -141,8 +141,8 @@ class MaskingCallback(MaskOwner):
         if self.layers is None and names:
             more = f" and {len(names) - 1} more" if names[1:] else ""
             warning_cache.warn(
-                f"`{type(self).__name__}` masks {what}: {names[0]!r}{more}; leave them dense with a pattern such as "
-                f"`layers=['!{names[0]}']`, or choose them in `layers`."
+                f"`{type(self).__name__}` masks {what}: {names[0]!r}{more}; leave them dense with "
+                f"`layers={_without(names, self.masks)}`, or choose them in `layers`."
             )
 
     def _warn_of_unstepped(self, optimizers: Iterable[Any]) -> None:
@@ -325,6 +325,23 @@ class MaskingCallback(MaskOwner):
             self.hold({name: mask.to(self._weights[name].device) for name, mask in masks.items()})
         else:
             super().restore(masks)
+
+
+def _without(names: Sequence[str], masked: Iterable[str]) -> list[str]:
+    """Return patterns that take these layers away and no other one, by the first part of names that is theirs alone.
+
+    Example:
+        >>> _without(["ema.0.weight", "ema.2.weight", "net.0.weight"], ["net.0.weight", "net.2.weight"])
+        ['!ema.*', '!net.0.weight']
+    """
+    others = set(map(plain_name, masked)) - set(map(plain_name, names))
+    patterns: dict[str, list[str]] = {}
+    for name in map(plain_name, names):
+        parts = name.split(".")
+        starts = [".".join(parts[:end]) + "." for end in range(1, len(parts))]
+        alone = next((start for start in starts if not any(other.startswith(start) for other in others)), None)
+        patterns.setdefault(alone or name, []).append(name)
+    return [f"!{start}*" if len(found) > 1 else f"!{found[0]}" for start, found in patterns.items()]
 
 
 def make_masks(trainer: Any, module: LightningModule) -> None:

@@ -61,7 +61,7 @@ def with_a_teacher(module):
         (frozen, r"frozen weights, .*: 'net\.0\.weight'; leave them dense .*'!net\.0\.weight'", "!net.0*"),
         (
             with_a_teacher,
-            r"weights that no optimizer steps, .*: 'ema\.module\.0\.weight' and 2 more; leave",
+            r"weights that no optimizer steps, .*: 'ema\.module\.0\.weight' and 2 more; .*`layers=\['!ema\.\*'\]`",
             "!ema.*",
         ),
     ],
