@@ -197,7 +197,7 @@ class LearnedImportance(MaskingCallback):
                 raise InvalidOption(
                     f"`LearnedImportance` finds no units in `{type(module).__name__}`; expected linear, convolutional "
                     "or recurrent layers whose outputs another such layer reads, without parametrizations or adapters "
-                    "between them."
+                    "between them, and whose weights are neither tied to others nor used twice."
                 )
             names = ", ".join(f"`{group.name}`" for group in groups)
             raise InvalidOption(

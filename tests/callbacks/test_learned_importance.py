@@ -380,3 +380,10 @@ def test_what_cannot_work_is_said(train):
 
     with pytest.raises(InvalidOption, match="optimizes manually"):
         train(Manual(), [LearnedImportance()])
+
+
+def test_a_layer_that_is_used_twice_is_named_as_a_reason_for_no_units(net, fit):
+    module, layer = net(), nn.Linear(4, 4)
+    module.net = nn.Sequential(layer, nn.ReLU(), layer, nn.ReLU(), nn.Linear(4, 3))
+    with pytest.raises(InvalidOption, match=r"no units in `Net`; .*, and whose weights are neither tied to others"):
+        fit(module, [LearnedImportance()])
