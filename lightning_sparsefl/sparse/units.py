@@ -141,7 +141,8 @@ def _trace(module: nn.Module, inputs: tuple[Any, ...], ignore: Sequence[str], em
         trace.label(value, torch.zeros((), dtype=torch.long).expand(value.shape))
     arguments, named = split_arguments(module, inputs)
     try:
-        with evaluating(module), _states_noted(module, trace), trace:
+        # a compiled layer would trace the labelling too, and recompile for labels that are made anew
+        with torch.compiler.set_stance("force_eager"), evaluating(module), _states_noted(module, trace), trace:
             outputs = module(*arguments, **named)
     except Exception as error:
         shapes = ", ".join(str(tuple(value.shape)) for value in tensors(inputs))

@@ -427,6 +427,18 @@ def test_a_sample_without_a_batch_dimension_is_refused():
         find_groups(net, torch.zeros(10))
 
 
+def test_a_layer_that_is_compiled_in_place_has_its_units_without_compilation(caplog):
+    def compiled(*_):
+        raise AssertionError
+
+    net = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6)), nn.ReLU(), nn.Linear(6, 3))
+    plain = find_groups(net, torch.zeros(2, 4))
+    net[0].compile(backend=compiled)
+    groups = find_groups(net, torch.zeros(2, 4))
+    assert [(group.name, group.size) for group in groups] == [(group.name, group.size) for group in plain]
+    assert not caplog.records
+
+
 def test_a_compiled_module_is_refused():
     net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     with pytest.raises(InvalidOption, match="`OptimizedModule` is compiled"):
