@@ -18,7 +18,7 @@ from reference_pages import reference_pages
 
 from lightning_sparsefl import algorithms
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 COPIED = (
     *("*.md", "docs/*.md", "docs/decisions/*.md", "notebooks/*", "examples/*", "tests/stress/README.md"),
     *("configs/README.md", "callbacks/README.md", "benchmarks/*.md", "LICENSE"),

@@ -239,7 +239,7 @@ class FederatedDataset(FederatedDataModule):
 
     def _items(self, rows: Tensor) -> ClientItems:
         shift = self.feature_shift
-        wrapped = None if shift is None else ItemShift(shift, self.num_clients, self.split_seed, self.high)
+        wrapped = None if shift is None else ItemShift(shift, self.num_clients, self.seed_in_use(), self.high)
         return ClientItems(self.train, self.test, rows, wrapped)
 
     def _item_loader(self, items: ClientItems, batch_size: int, **options: Any) -> DataLoader[Any]:

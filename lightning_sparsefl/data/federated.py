@@ -284,7 +284,7 @@ class FederatedDataModule(L.LightningDataModule):
     def _name_of_split(self) -> str:
         """Return the class with a digest of its options, which tells splits in one folder apart."""
         own = {name: value for name, value in vars(self).items() if name[0] != "_" and name not in _NOT_OPTIONS}
-        return split_name(type(self), own, self.split_seed)
+        return split_name(type(self), own, self.seed_in_use())
 
     @property
     def _ready(self) -> SplitData:
@@ -334,13 +334,12 @@ class FederatedDataModule(L.LightningDataModule):
             )
         return wanted
 
-    @property
-    def split_seed(self) -> int:
-        """Seed of the partition and the held-out sets: `seed`, or that of ``seed_everything``."""
+    def seed_in_use(self) -> int:
+        """Return the seed of the partition and the held-out sets: `seed`, or that of ``seed_everything``."""
         return seed_from_environment() if self.seed is None else self.seed
 
     def _split(self, inputs: Tensor, labels: Tensor, test_inputs: Tensor, test_labels: Tensor) -> SplitData:
-        seed = self.split_seed
+        seed = self.seed_in_use()
         train: list[Tensor] = []
         val: list[Tensor] = []
         test: list[Tensor] = []
@@ -392,7 +391,7 @@ class FederatedDataModule(L.LightningDataModule):
         """Shift inputs as those of a client; the random draws depend on the seed, the client and the use alone."""
         if self.feature_shift is None:
             return inputs
-        rng = generator(self.split_seed, "feature shift", client, use)
+        rng = generator(self.seed_in_use(), "feature shift", client, use)
         return self.feature_shift(inputs, client / self.num_clients, rng, self.high)
 
     def _whole_test(self) -> list[Tensor]:

@@ -151,7 +151,7 @@ class FederatedReddit(FederatedDataModule):
             )
         if self.users == "largest":
             return sorted(sorted(users, key=lambda user: (-users[user], user))[: self.num_clients])
-        order = torch.randperm(len(users), generator=generator(self.split_seed, "reddit users"))
+        order = torch.randperm(len(users), generator=generator(self.seed_in_use(), "reddit users"))
         return [sorted(users)[place] for place in order[: self.num_clients].tolist()]
 
     def _tensors(self, user: dict[str, list[Any]], vocabulary: dict[str, int]) -> tuple[Tensor, Tensor]:

@@ -54,7 +54,7 @@ class FederatedBlobs(FederatedDataModule):
 
     def load(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Generate training and test samples, float32, whose classes alternate."""
-        rng = generator(self.split_seed, "blobs")
+        rng = generator(self.seed_in_use(), "blobs")
         centres = torch.randn(self.num_classes, *self.sample_shape, generator=rng)
         labels = torch.arange(self.num_train + self.num_test) % self.num_classes
         noise = self.noise * torch.randn(len(labels), *self.sample_shape, generator=rng)
@@ -150,7 +150,7 @@ class FederatedBlobsOnDemand(FederatedDataModule):
         return self._scored(self._common("test"))
 
     def _nominal_sizes(self) -> Sequence[int]:
-        return SpreadSizes(self.num_clients, self.fewest, self.most, self.split_seed)
+        return SpreadSizes(self.num_clients, self.fewest, self.most, self.seed_in_use())
 
     def _scored(self, examples: Examples) -> DataLoader[Any]:
         return examples.loader(self.eval_batch_size, num_workers=self.num_workers)
@@ -159,15 +159,15 @@ class FederatedBlobsOnDemand(FederatedDataModule):
         return self._blobs(self._labels(client, count), client, part)
 
     def _labels(self, client: int, count: int) -> Tensor:
-        classes = torch.randperm(self.num_classes, generator=generator(self.split_seed, client, "blob classes"))
+        classes = torch.randperm(self.num_classes, generator=generator(self.seed_in_use(), client, "blob classes"))
         return classes[torch.arange(count) % self.classes_per_client]
 
     def _common(self, part: str) -> Examples:
         return self._blobs(torch.arange(self.num_pooled) % self.num_classes, "common", part)
 
     def _blobs(self, labels: Tensor, *key: int | str) -> Examples:
-        centres = torch.randn(self.num_classes, *self.sample_shape, generator=generator(self.split_seed, "blobs"))
-        noise = torch.randn(len(labels), *self.sample_shape, generator=generator(self.split_seed, *key, "blobs"))
+        centres = torch.randn(self.num_classes, *self.sample_shape, generator=generator(self.seed_in_use(), "blobs"))
+        noise = torch.randn(len(labels), *self.sample_shape, generator=generator(self.seed_in_use(), *key, "blobs"))
         return Examples(centres[labels] + self.noise * noise, labels)
 
 

@@ -68,6 +68,16 @@ class LazyClientViews(Sequence[ClientView]):
         return self._view(chosen) if isinstance(chosen, int) else LazyClientViews(chosen, self._view)
 
 
+def names_of(data: Any) -> list[str]:
+    """Return the names of the clients; empty if the data names none.
+
+    Args:
+        data: The clients' data, whose `client_names` are optional.
+    """
+    names = getattr(data, "client_names", None)
+    return [] if names is None else list(map(str, names))
+
+
 def sizes_fact(data: Any) -> list[int] | str:
     """Return the clients' numbers of training samples in short form, for comparison on resume.
 

@@ -339,7 +339,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
             datamodule: Data of the clients.
             ckpt_path: Checkpoint or folder of the run, or ``last``. Default: the run in `run_dir`, whose weights are
                 loaded, or else the current weights of the module.
-            client: Number of the client, or its name in `names.csv`.
+            client: Number of the client, or its name in `names.csv`, unless that is a number too.
             round: Index of the round, from 0. Default: the round after the checkpoint, or the last one of a finished
                 run, which must have committed twice. For a later round, the rounds in between are repeated first; an
                 earlier one starts from the previous checkpoint of the run.
@@ -394,8 +394,8 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
             model: Module of the run.
             datamodule: Data of the clients.
             ckpt_path: Checkpoint or folder of the run. Default: ``last``, the newest run of this algorithm.
-            client: Number of the client whose personal model is exported, or its name in `names.csv`. Default: the
-                global model.
+            client: Number of the client whose personal model is exported, or its name in `names.csv`, unless that is
+                a number too. Default: the global model.
             out: Folder of the files. Default: ``export/global``, or for example ``export/client-7``, in the run folder.
             formats: Formats of the files: ``ckpt``, ``safetensors`` and ``onnx``, which needs the extra ``onnx``.
             check: Whether to load each file into a new copy of the module, evaluate it as the run does, and compare.

@@ -108,7 +108,7 @@ def test_a_client_is_called_by_the_name_of_its_group(sparsefl, config, tmp_path)
     folder = run_folder(tmp_path, "FedAvg")
     code, out, err = sparsefl("export", "--ckpt_path", folder, "--client=hospital 2")
     assert code == 0, err
-    assert "client 2" in out
+    assert "client 2 (hospital 2)" in out
     assert (folder / "export" / "client-2" / "model.ckpt").is_file()
     code, out, err = sparsefl("replay", "--ckpt_path", folder, "--client=hospital 1")
     assert code == 0, err

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_sparsefl.errors import InvalidOption, nearest
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+
+from lightning_sparsefl.errors import InvalidOption, nearest, require_type
+from lightning_sparsefl.federated.fleet import names_of
 from lightning_sparsefl.sparse.density import listed
 
 
@@ -13,10 +16,11 @@ def client_number(data: Any, client: int | str) -> int:
 
     Args:
         data: The clients' data, which is set up; its `client_names` are optional.
-        client: Number of the client, or its name, as in `names.csv` of the run folder.
+        client: Number of the client, or its name, as in `names.csv` of the run folder. The command line takes digits
+            as a number.
 
     Raises:
-        InvalidOption: If no client has that name, or several have it.
+        InvalidOption: If no client has that name, or several have it, or it is neither a name nor a whole number.
 
     Example:
         >>> class Hospitals:
@@ -27,20 +31,25 @@ def client_number(data: Any, client: int | str) -> int:
         Traceback (most recent call last):
         lightning_sparsefl.errors.InvalidOption: `client` is 'sout'; did you mean `south`?
     """
+    require_type("client", client, int | str)
+    names = names_of(data)
+    named = [number for number, name in enumerate(names) if name == str(client)]
     if not isinstance(client, str):
-        return client
-    names = [str(name) for name in getattr(data, "client_names", None) or ()]
-    numbers = [number for number, name in enumerate(names) if name == client]
-    if len(numbers) == 1:
-        return numbers[0]
-    if numbers:
-        raise InvalidOption(f"`client` is {client!r}, the name of clients {numbers}; expected one of these numbers.")
+        if named not in ([], [client]):
+            rank_zero_warn(
+                f"`client` {client} is a number; the client with the name {str(client)!r} has number {named[0]}."
+            )
+        return int(client)
+    if len(named) == 1:
+        return named[0]
+    if named:
+        raise InvalidOption(f"`client` is {client!r}, the name of clients {named}; expected one of these numbers.")
+    expected = f"a number from 0 to {data.num_clients - 1}"
     if not names:
-        expected = f"a number from 0 to {data.num_clients - 1}"
         raise InvalidOption(f"`client` is {client!r}, but the data names no clients; expected {expected}.")
     near = nearest(client, names)
     raise InvalidOption(
         f"`client` is {client!r}; did you mean `{near}`?"
         if near is not None
-        else f"`client` is {client!r}; expected a number from 0 to {len(names) - 1}, or one of {listed(names)}."
+        else f"`client` is {client!r}; expected {expected}, or one of {listed(names)}."
     )

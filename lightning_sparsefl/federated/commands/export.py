@@ -31,6 +31,7 @@ from lightning_sparsefl.federated.commands.run import Run
 from lightning_sparsefl.federated.evaluation.scorer import score_global
 from lightning_sparsefl.federated.exchange.orders import SCORING_STEPS, Order
 from lightning_sparsefl.federated.exchange.plain_values import pack_plain
+from lightning_sparsefl.federated.fleet import names_of
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.federated.storage import checkpoint
 from lightning_sparsefl.federated.storage.atomic_files import write_atomically
@@ -70,7 +71,7 @@ class ExportRequest:
         """
         require_type("client", self.client, int | str | None)
         require_type("formats", self.formats, list[str])
-        if isinstance(self.client, int) and not 0 <= self.client < num_clients:
+        if not isinstance(self.client, str | None) and not 0 <= self.client < num_clients:
             raise InvalidOption(
                 f"`client` is {self.client}; expected a number from 0 to {num_clients - 1}, or null for the global "
                 "model."
@@ -160,7 +161,9 @@ class _Job:
     @property
     def title(self) -> str:
         """Title of the printed table."""
-        method, whose = type(self.run.algorithm).__name__, self.name.replace("-", " ")
+        method, names = type(self.run.algorithm).__name__, names_of(self.run.data)
+        own = f" ({names[self.client]})" if names and self.client is not None else ""
+        whose = self.name.replace("-", " ") + own
         scored = f", {self.run.split} set" if self.request.check else ""
         return f"{method} after {self.server.round} rounds: {whose}{scored}"
 

@@ -257,6 +257,8 @@ class Run(NodeSide):
             report_changes(path, checkpoint.reported, self.reported)
         else:
             theirs, ours = facts_of_samples(checkpoint.reported), facts_of_samples(self.reported)
+            theirs = {name: fact for name, fact in theirs.items() if name in ours}
+            ours = {name: ours[name] for name in theirs}
             report_changes(path, theirs, ours, "clients may have other samples than their models were trained on")
         return checkpoint.state, checkpoint
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_sparsefl.errors import CheckpointMismatch
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.exchange.flat import Layout
-from lightning_sparsefl.federated.fleet import sizes_fact
+from lightning_sparsefl.federated.fleet import names_of, sizes_fact
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
 from lightning_sparsefl.federated.rounds.workload import Workload
 from lightning_sparsefl.federated.sampling.samplers import Uniform
@@ -31,8 +31,8 @@ STACK_SIZE = "stack size"
 """Fact by which clients are divided into stacks."""
 SIZES = "client sizes"
 """Fact by which clients with other samples are recognised."""
-_WITHOUT_SAMPLES = ("data.batch_size", "data.drop_last", "data.eval_split")
-"""Options of the data that change no client's samples."""
+_OF_SAMPLES = ("seed", "partition", "feature_shift", "client_names")
+"""Facts of the data that decide which samples a client has."""
 
 
 def identity(algorithm: FederatedAlgorithm, num_clients: int, layout: Layout) -> dict[str, Any]:
@@ -120,7 +120,8 @@ def reported_facts(options: RunOptions, module: LightningModule, data: Any) -> d
     return {
         **{n.replace("/", "."): _lasting(v) for n, v in hparams.items() if n.partition("/")[0] in ("model", "data")},
         "model.frozen_parameters": plain(", ".join(frozen)) or None,
-        "data.seed": getattr(data, "split_seed", getattr(data, "seed", None)),
+        "data.seed": data.seed_in_use() if hasattr(data, "seed_in_use") else getattr(data, "seed", None),
+        "data.client_names": plain(names_of(data)) if names_of(data) else None,
         "federation.select": options.federation.select,
         "federation.eval_clients": options.federation.eval_clients,
         "federation.on_client_error": options.federation.on_client_error,
@@ -137,17 +138,21 @@ def reported_facts(options: RunOptions, module: LightningModule, data: Any) -> d
 
 
 def facts_of_samples(reported: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts that decide which samples a client has, also where it is only scored.
+    """Return the facts that decide which samples a client has, as far as they are known.
 
     Args:
         reported: Facts from :func:`reported_facts`.
 
     Example:
-        >>> facts_of_samples({"data": "FederatedBlobs", "data.seed": 3, "data.batch_size": 8, "model.lr": 0.1})
-        {'data': 'FederatedBlobs', 'data.seed': 3}
+        >>> facts_of_samples({"data.seed": 3, "data.partition.alpha": 0.1, "data.client_names": None, "model.lr": 0.1})
+        {'data.seed': 3, 'data.partition.alpha': 0.1}
     """
-    of_data = {name: fact for name, fact in reported.items() if name.partition(".")[0] == "data"}
-    return {name: fact for name, fact in of_data.items() if name not in _WITHOUT_SAMPLES}
+    parts = {name: name.split(".") for name, fact in reported.items() if fact is not None}
+    return {
+        name: reported[name]
+        for name, (group, *own) in parts.items()
+        if group == "data" and own[:1] and own[0] in _OF_SAMPLES
+    }
 
 
 def require_equal_stacks(path: Path, theirs: Any, ours: int) -> None:

@@ -1,5 +1,6 @@
 """Clients that a command names by what their groups in the data are called."""
 
+import numpy as np
 import pytest
 
 from lightning_sparsefl.errors import InvalidOption
@@ -21,6 +22,22 @@ class Fleet:
 )
 def test_a_name_that_is_not_that_of_one_client_is_refused(client, expected):
     with pytest.raises(InvalidOption, match=expected):
+        client_number(Fleet, client)
+
+
+def test_a_number_that_is_the_name_of_another_client_is_reported():
+    class Patients:
+        num_clients, client_names = 3, np.array(["0", "2", "1"])
+
+    assert client_number(Patients, "2") == 1
+    assert client_number(Patients, np.int64(0)) == 0
+    with pytest.warns(UserWarning, match="`client` 2 is a number; the client with the name '2' has number 1"):
+        assert client_number(Patients, 2) == 2
+
+
+@pytest.mark.parametrize("client", [True, 1.5, None])
+def test_what_is_neither_a_number_nor_a_name_is_refused(client):
+    with pytest.raises(InvalidOption, match=f"`client` is {client}; expected a whole number or a string"):
         client_number(Fleet, client)
 
 

@@ -8,6 +8,7 @@ import shutil
 import sys
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning_utilities.core.imports import RequirementCache
@@ -362,6 +363,7 @@ def test_what_a_module_adds_to_its_checkpoint_must_be_plain(run):
     [
         ({"client": 5}, InvalidOption, "`client` is 5; expected a number from 0 to 4"),
         ({"client": -1}, InvalidOption, "`client` is -1"),
+        ({"client": np.int64(9)}, InvalidOption, "`client` is .*9.*; expected a number from 0 to 4"),
         ({"formats": []}, InvalidOption, r"`formats` is \[\]; expected some of"),
         ({"formats": ["pt"]}, InvalidOption, r"`formats` is \['pt'\]"),
         ({"client": 0}, CheckpointMismatch, "contains no run with a checkpoint"),

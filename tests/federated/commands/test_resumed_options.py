@@ -49,6 +49,18 @@ class Others(FederatedBlobs):
     """Data with the options of another class."""
 
 
+class Sites(FederatedBlobs):
+    """Data whose clients have names."""
+
+    client_names = ("north", "south", "west")
+
+
+class OtherSites(FederatedBlobs):
+    """Data with equally many samples of other clients."""
+
+    client_names = ("north", "east", "west")
+
+
 class Halving(Callback):
     """A callback of the user's."""
 
@@ -206,7 +218,16 @@ def test_clients_are_scored_on_their_own_samples(verb, resume):
         resume(verb=verb, seed=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        resume(verb=verb, lr=0.01, drop_last=True)
+        resume(verb=verb, lr=0.01, drop_last=True, blobs=Others)
+
+
+def test_other_names_of_clients_are_reported(tmp_path):
+    fit(tmp_path, blobs=Sites)
+    fit(tmp_path, "last", blobs=Sites, verb="test")
+    with pytest.warns(
+        UserWarning, match=r"`data.client_names` = .*south.*, and this run has .*east.*; clients may have"
+    ):
+        fit(tmp_path, "last", blobs=OtherSites, verb="test")
 
 
 def test_another_argument_of_a_callback_is_reported(tmp_path):
