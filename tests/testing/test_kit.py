@@ -2,6 +2,7 @@
 
 import pickle
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import pytest
@@ -11,6 +12,7 @@ from torch.multiprocessing import ProcessRaisedException
 
 from helpers.networks import module_for
 from lightning_sparsefl import FederatedAlgorithm, algorithms
+from lightning_sparsefl.callbacks import ProximalTerm
 from lightning_sparsefl.data import IID, ByGroup
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated import PlainMean, Uniform
@@ -29,6 +31,7 @@ from lightning_sparsefl.testing import (
 from lightning_sparsefl.testing.contents import comparable, difference
 from lightning_sparsefl.testing.small_federation import SmallFederation
 from lightning_sparsefl.testing.small_fit import Net
+from lightning_sparsefl.types import Update
 from testing import broken
 
 METHODS = {
@@ -226,6 +229,32 @@ def test_an_error_on_another_rank_is_the_last_line_of_its_traceback():
 
     with pytest.raises(BrokenPromise, match=r"\(all is well\): Odd: ranks differ; read"):
         holds(3, None)
+
+
+def test_a_killed_run_that_fails_in_another_process_is_repeated_in_this_one(federation, monkeypatch):
+    """As one does that waits for a thread, which a fork does not have, or that runs in a daemon."""
+    pool = ThreadPoolExecutor(1)
+
+    class Waits(algorithms.FedAvg):
+        def aggregate(self, server, merged):
+            return pool.submit(super().aggregate, server, merged).result()
+
+    monkeypatch.setattr(algorithm_checks, "_LONGEST", 3)
+    algorithm_checks.is_the_same_after_a_resume(Waits(), federation)
+    pool.shutdown()
+    assert {each.name for each in federation.folder.iterdir()} == {"straight", "resumed", "resumed here"}
+
+
+def test_callbacks_may_wait_for_a_later_round(federation):
+    class WarmsUp(algorithms.FedAvg):
+        def callbacks(self, message, client):
+            return [ProximalTerm(strength=0.1)]
+
+        def train(self, message, client):
+            result = client.fit(message.weights, callbacks=self.callbacks(message, client) if client.round else [])
+            return Update(weights=result.weights, weight=client.num_examples, metrics=result.metrics)
+
+    algorithm_checks.trains_with_its_masks_and_callbacks(WarmsUp(), federation)
 
 
 def test_a_method_that_fits_twice_has_to_charge_it(federation):
