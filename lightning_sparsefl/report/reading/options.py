@@ -13,8 +13,8 @@ from lightning_sparsefl.errors import InvalidOption
 Options: TypeAlias = Mapping[str, bool | int | float | str]
 FILES = ("config.yaml", "hparams.yaml")
 """Files with the options of a run, the most complete one first."""
-SEEDS = ("seed_everything", "trainer.seed", "data.seed")
-"""Options that do not separate groups: the seeds over which means are taken."""
+SEEDS = ("seed_everything", "trainer.seed", "data.seed", "federation.privacy.key_file")
+"""Options that do not separate groups: the seeds over which means are taken, also the secret one of a private run."""
 WITHOUT_EFFECT = {
     "ckpt_path": (),
     "config": (),

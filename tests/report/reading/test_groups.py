@@ -65,6 +65,15 @@ def test_scores_after_training_do_not_separate_runs(tmp_path):
     assert rows["FedSpa"][headers.index("personal val_acc")].note == ""
 
 
+def test_keys_of_private_runs_do_not_separate_them(tmp_path):
+    for seed in range(2):
+        folder = write_run(tmp_path / str(seed), seed=seed)
+        text = (folder / "config.yaml").read_text()
+        privacy = f"privacy: {{noise_multiplier: 1.0, key_file: key{seed}.txt}}\n  capacities:"
+        (folder / "config.yaml").write_text(text.replace("capacities:", privacy))
+    assert [(group.name, len(group.runs)) for group in group_runs(load_runs([tmp_path]))] == [("FedSpa", 2)]
+
+
 def test_long_names_that_would_be_equal_are_numbered(tmp_path):
     for number in range(2):
         write_run(tmp_path / str(number), options={"text": "a " * 20 + str(number) + " a" * 20})
