@@ -11,7 +11,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 from lightning_sparsefl.report.figure_style import SMALL, TINY, WIDTH, set_title, without_common_parts
 
 _COLUMNS, _MAX_LAYERS, _SIDE = 4, 32, 96
-"""Columns of the figure, maximum number of layers, and maximum number of pixels of the side of a layer."""
+"""Maximum numbers of columns of the figure, of layers, and of pixels of the side of a layer."""
 
 
 def mask_figure(masks: Mapping[str, Tensor], epoch: int, unit: str = "epoch") -> Figure:
@@ -27,16 +27,19 @@ def mask_figure(masks: Mapping[str, Tensor], epoch: int, unit: str = "epoch") ->
     """
     masks = {name: mask for name, mask in masks.items() if mask.numel()}
     shown = dict(list(masks.items())[:_MAX_LAYERS])
-    rows = -(-len(shown) // _COLUMNS)
+    columns = max(1, min(_COLUMNS, len(shown)))
+    rows = -(-len(shown) // columns)
     figure = Figure(figsize=(WIDTH, 0.5 + 1.2 * rows), layout="constrained")
-    grid = figure.subplots(max(1, rows), _COLUMNS, squeeze=False)
+    grid = figure.subplots(max(1, rows), columns, squeeze=False)
     for axes in grid.flat:
         axes.set_axis_off()
     for axes, name, mask in zip(grid.flat, without_common_parts(list(shown)), shown.values(), strict=False):
         axes.imshow(blocks(mask).numpy(), vmin=0, vmax=1, cmap="Greys", interpolation="nearest", aspect="auto")
         axes.set_title(name, fontsize=TINY)
     left = len(masks) - len(shown)
-    title = f"Kept weights, {unit} {epoch}" + (f" ({left} more layers)" if left else "")
+    shared = any(mask.is_floating_point() for mask in shown.values())
+    what = "Weights kept by all clients (black)" if shared else "Kept weights (black)"
+    title = f"{what}, {unit} {epoch}" + (f" ({left} more layers)" if left else "")
     if shown:
         figure.suptitle(title, fontsize=SMALL + 1)
     else:

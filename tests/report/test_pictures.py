@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_sparsefl.report import pictures
+from lightning_sparsefl.report.masks import mask_figure
 
 pytestmark = pytest.mark.pictures
 
@@ -100,6 +101,22 @@ def test_of_a_loss_the_greatest_is_the_worst():
     assert axes.collections[0].get_offsets().tolist() == [[0, 29.0], [1, 28.0], [2, 27.0]]
     assert len(dots(axes)) == 30
     assert axes.get_xlabel() == "30 clients, worst first"
+
+
+def test_masks_say_what_is_black_and_leave_no_column_empty():
+    two = {"net.0.weight": torch.eye(4) > 0, "net.2.weight": torch.ones(3, 2, dtype=torch.bool)}
+    figure = mask_figure(two, 5)
+    assert figure.get_suptitle() == "Kept weights (black), epoch 5"
+    assert [axes.get_title() for axes in figure.axes] == ["0", "2"]
+    assert torch.equal(torch.from_numpy(figure.axes[0].images[0].get_array().data), torch.eye(4))
+    many = {f"net.{place}.weight": torch.rand(4, 4) for place in range(34)}
+    figure = mask_figure(many, 5, "round")
+    assert figure.get_suptitle() == "Weights kept by all clients (black), round 5 (2 more layers)"
+    assert len(figure.axes) == 32
+    figure.draw_without_rendering()
+    box = figure._suptitle.get_window_extent()
+    assert box.x0 > 0
+    assert box.x1 < figure.bbox.width
 
 
 def test_pixels_are_an_image_and_global_state_is_left_alone():
