@@ -389,8 +389,9 @@ class StackedFit:
                     call_for_each(name, hooks, one.part, views, self.log, samples, **options)
                 elif call_with_gradients(name, hooks, one.part, one.metrics, self.log, samples, given, **options):
                     one.has_own_gradients = True
-            if _versions(leaves) != written:
-                raise NotStackable(f"is followed by `{name}`, which writes into weights")
+            for leaf, before, now in zip(one.part.leaves, written, _versions(leaves), strict=True):
+                if now != before:
+                    raise NotStackable(f"is followed by `{name}`, which writes into `{leaf}`")
             if any(options_of(each) != options_of(self.optimizer.optimizer) for each in optimizers):
                 raise NotStackable(
                     f"is followed by `{name}`, which sets options of the optimizer, which all clients share"

@@ -424,6 +424,15 @@ class WritesWeights(Plain):
             self.net[0].weight.mul_(0.99)
 
 
+class AveragesInABuffer(Plain):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def on_after_backward(self):
+        self.mean.mul_(0.9).add_(self.net[0].weight.grad.norm(), alpha=0.1)
+
+
 class SetsTheRate(Plain):
     def on_before_optimizer_step(self, optimizer):
         optimizer.param_groups[0]["lr"] = float(self.net[0].weight.grad.norm())
@@ -467,7 +476,8 @@ class ReadsLogged(Plain):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (WritesWeights, "is followed by `on_before_optimizer_step`, which writes into weights"),
+        (WritesWeights, "is followed by `on_before_optimizer_step`, which writes into `net.0.weight`"),
+        (AveragesInABuffer, "is followed by `on_after_backward`, which writes into `mean`"),
         (SetsTheRate, "which sets options of the optimizer, which all clients share"),
         (ReadsTheState, "reads the optimizer's state, which is that of all clients"),
         (RemovesGradients, "is followed by `on_after_backward`, which removes a gradient"),
