@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import weakref
 from collections import deque
@@ -149,9 +150,9 @@ class ModuleStates(ObjectStates):
             self._owners.append((name, child, own, buffers))
             for key, value in (*own.items(), *buffers.items()):
                 self.visit(value, f"{name}.{key}")
-        self._classes = [(kind, _of_class(kind)) for kind in _classes_of_users(child for _, child in self._modules)]
-        for kind, own in self._classes:
-            for key, value in own.items():
+        self._classes = [(kind, dict(vars(kind))) for kind in _classes_of_users(child for _, child in self._modules)]
+        for kind, before in self._classes:
+            for key, value in _data_of_class(before).items():
                 self.visit(value, f"{kind.__name__}.{key}")
         for name, value in others.items():
             self.visit(value, name)
@@ -209,8 +210,10 @@ class ModuleStates(ObjectStates):
                 yield _Change(_clause(name, value, before), holder)
 
     def _changes_of_classes(self) -> Iterator[_Change]:
-        for kind, own in self._classes:
-            now = _of_class(kind)
+        for kind, before in self._classes:
+            if len(vars(kind)) == len(before) and all(map(operator.is_, vars(kind).values(), before.values())):
+                continue  # as after almost every batch
+            now, own = _data_of_class(vars(kind)), _data_of_class(before)
             for key in sorted({*now, *own}):
                 if not _same(now.get(key), own.get(key)):
                     yield _Change(f"sets the attribute `{key}` of the class `{kind.__name__}`")
@@ -277,8 +280,8 @@ class ModuleStates(ObjectStates):
                 del vars(child)[key]
             vars(child).update(own)
             child._buffers.update(buffers)
-        for kind, own in self._classes:
-            now = _of_class(kind)
+        for kind, before in self._classes:
+            now, own = _data_of_class(vars(kind)), _data_of_class(before)
             for key in now.keys() - own.keys():
                 delattr(kind, key)
             for key, value in own.items():
@@ -365,11 +368,11 @@ def _classes_of_users(modules: Iterable[nn.Module]) -> list[type]:
     return [base for base in bases if base.__module__.partition(".")[0] not in _LIBRARIES]
 
 
-def _of_class(kind: type) -> dict[str, Any]:
-    """Return the attributes of a class itself that are neither its methods nor Python's own."""
+def _data_of_class(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those attributes of a class that are neither its methods nor Python's own."""
     return {
         key: value
-        for key, value in vars(kind).items()
+        for key, value in attributes.items()
         if not (key.startswith(("__", "_abc_")) or callable(value) or hasattr(type(value), "__get__"))
     }
 
