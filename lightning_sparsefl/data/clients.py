@@ -266,9 +266,9 @@ class ClientDataModules(FederatedDataModule):
         if not hasattr(source, "__len__"):
             source = loader.dataset
         known = 0 if self._given_sizes is None else self._given_sizes[client]
-        size = len(source) if hasattr(loader.dataset, "__len__") else known
+        has_length = hasattr(loader.dataset, "__len__")
+        size = len(source) if has_length else known
         if size == 0:
-            has_length = hasattr(loader.dataset, "__len__")
             advice = "leave the client out" if has_length else "or give its number of samples in `data.client_sizes`"
             raise InvalidOption(
                 f"The training data set of client {client} {'is empty' if has_length else 'has no length'}; expected a "

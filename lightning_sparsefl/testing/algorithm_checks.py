@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +27,7 @@ from lightning_sparsefl.testing.contents import (
     rows,
     without_masks,
 )
-from lightning_sparsefl.testing.pipe import piped
+from lightning_sparsefl.testing.pipe import forking, piped
 from lightning_sparsefl.testing.promises import Difference, promise, require, require_frozen_value
 from lightning_sparsefl.testing.small_federation import SmallFederation
 from lightning_sparsefl.types import ClientView, Message, ServerState, Update, Weights
@@ -284,7 +283,7 @@ def require_resumable(algorithm: FederatedAlgorithm, federation: SmallFederation
         return False
 
     folder = "resumed"
-    killed = _in_another_process(lambda: is_killed("resumed")) if federation.accelerator == "cpu" else None
+    killed = _in_another_process(functools.partial(is_killed, folder)) if federation.accelerator == "cpu" else None
     if killed is None:  # here, where an error has its traceback, and the threads of a method are alive
         folder = "resumed here"
         killed = is_killed(folder)
@@ -312,8 +311,7 @@ def _in_another_process(call: Callable[[], bool]) -> bool | None:
         sys.exit(_KILLED if call() else _NOT_KILLED)
 
     process = multiprocessing.get_context("fork").Process(target=target, daemon=True)
-    with warnings.catch_warnings():  # Python 3.12 warns of forks of a process with threads
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with forking():
         process.start()
     process.join()
     return {_KILLED: True, _NOT_KILLED: False}.get(process.exitcode or 0)

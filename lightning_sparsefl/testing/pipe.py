@@ -16,6 +16,14 @@ from lightning_sparsefl.federated.exchange.encoding import decode_answer, encode
 from lightning_sparsefl.federated.local.wire_node import answer_bytes, on_device
 
 
+@contextmanager
+def forking() -> Iterator[None]:
+    """Leave out the warning of Python 3.12 about forks of a process with threads."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
 class NodeStore:
     """A node's own records, in versions by round; the only thing that it keeps from one order to the next."""
 
@@ -62,8 +70,7 @@ class Remote:
     def __init__(self, run: Any) -> None:
         self.codec, self.device, self.data = run.node.codec, run.device, run.data
         self.pipe, child = multiprocessing.Pipe()
-        with warnings.catch_warnings():  # Python 3.12 warns of forks of a process with threads
-            warnings.simplefilter("ignore", DeprecationWarning)
+        with forking():
             self.process = os.fork()
         if not self.process:
             _serve(run, child)

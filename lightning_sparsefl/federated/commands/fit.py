@@ -23,6 +23,7 @@ from lightning_sparsefl.federated.distributed.ranks import Ranks
 from lightning_sparsefl.federated.distributed.signals import Interrupted
 from lightning_sparsefl.federated.evaluation.scores import Scores
 from lightning_sparsefl.federated.exchange.plain_values import encoded
+from lightning_sparsefl.federated.fleet import names_of
 from lightning_sparsefl.federated.rounds.cohort import RankCohort
 from lightning_sparsefl.federated.rounds.coordinator import RoundResult
 from lightning_sparsefl.federated.storage import checkpoint
@@ -270,8 +271,8 @@ class Fit:
         hparams = hyperparameters(self.options, self.parts.data, self.parts.module)
         if self.ranks.first:
             self.folder.write_hyperparameters(hparams)
-            names = getattr(self.parts.data, "client_names", None)
-            if names is not None:
+            names = names_of(self.parts.data)
+            if names:
                 self.folder.write_names(names, [self.parts.data.num_examples(client) for client in range(len(names))])
         self._recorder = Recorder(
             self.folder,

@@ -20,8 +20,8 @@ from lightning_sparsefl.federated.commands.node_side import NodeSide
 from lightning_sparsefl.federated.commands.run_facts import (
     SIZES,
     STACK_SIZE,
-    facts_of_samples,
     identity,
+    report_other_samples,
     reported_facts,
     require_equal_stacks,
     training_facts,
@@ -256,10 +256,7 @@ class Run(NodeSide):
         if training:
             report_changes(path, checkpoint.reported, self.reported)
         else:
-            theirs, ours = facts_of_samples(checkpoint.reported), facts_of_samples(self.reported)
-            theirs = {name: fact for name, fact in theirs.items() if name in ours}
-            ours = {name: ours[name] for name in theirs}
-            report_changes(path, theirs, ours, "clients may have other samples than their models were trained on")
+            report_other_samples(path, checkpoint.reported, self.reported)
         return checkpoint.state, checkpoint
 
     def _identify(self, run: str) -> str:

@@ -17,6 +17,7 @@ from lightning_sparsefl.federated.fleet import names_of, sizes_fact
 from lightning_sparsefl.federated.rounds.run_options import RunOptions
 from lightning_sparsefl.federated.rounds.workload import Workload
 from lightning_sparsefl.federated.sampling.samplers import Uniform
+from lightning_sparsefl.federated.storage.checkpoint import report_changes
 from lightning_sparsefl.federated.tracking.hyperparameters import (
     arguments_of,
     digest_of,
@@ -31,8 +32,8 @@ STACK_SIZE = "stack size"
 """Fact by which clients are divided into stacks."""
 SIZES = "client sizes"
 """Fact by which clients with other samples are recognised."""
-_OF_SAMPLES = ("seed", "partition", "feature_shift", "client_names")
-"""Facts of the data that decide which samples a client has."""
+_OF_SAMPLES = ("data.seed", "data.partition", "data.feature_shift", "data.client_names")
+"""Facts, with those below them, that decide which samples a client has."""
 
 
 def identity(algorithm: FederatedAlgorithm, num_clients: int, layout: Layout) -> dict[str, Any]:
@@ -113,7 +114,7 @@ def reported_facts(options: RunOptions, module: LightningModule, data: Any) -> d
         module: The user's module.
         data: The clients' data.
     """
-    hparams = hyperparameters(options, data, module)
+    hparams, names = hyperparameters(options, data, module), names_of(data)
     spans = options.algorithm.follows_length or (options.round_lr is not None and options.round_lr.follows_length)
     frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
     optimizer = getattr(module.configure_optimizers, "configuration", {})
@@ -121,7 +122,7 @@ def reported_facts(options: RunOptions, module: LightningModule, data: Any) -> d
         **{n.replace("/", "."): _lasting(v) for n, v in hparams.items() if n.partition("/")[0] in ("model", "data")},
         "model.frozen_parameters": plain(", ".join(frozen)) or None,
         "data.seed": data.seed_in_use() if hasattr(data, "seed_in_use") else getattr(data, "seed", None),
-        "data.client_names": plain(names_of(data)) if names_of(data) else None,
+        "data.client_names": plain(names) if names else None,
         "federation.select": options.federation.select,
         "federation.eval_clients": options.federation.eval_clients,
         "federation.on_client_error": options.federation.on_client_error,
@@ -137,22 +138,18 @@ def reported_facts(options: RunOptions, module: LightningModule, data: Any) -> d
     }
 
 
-def facts_of_samples(reported: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts that decide which samples a client has, as far as they are known.
+def report_other_samples(path: Path | None, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Warn about facts by which clients may have other samples than in the run, where both are known.
 
     Args:
-        reported: Facts from :func:`reported_facts`.
-
-    Example:
-        >>> facts_of_samples({"data.seed": 3, "data.partition.alpha": 0.1, "data.client_names": None, "model.lr": 0.1})
-        {'data.seed': 3, 'data.partition.alpha': 0.1}
+        path: The checkpoint.
+        theirs: Facts of the checkpoint from :func:`reported_facts`.
+        ours: Facts of this run.
     """
-    parts = {name: name.split(".") for name, fact in reported.items() if fact is not None}
-    return {
-        name: reported[name]
-        for name, (group, *own) in parts.items()
-        if group == "data" and own[:1] and own[0] in _OF_SAMPLES
-    }
+    names = [name for name in theirs.keys() & ours.keys() if ".".join(name.split(".")[:2]) in _OF_SAMPLES]
+    known = [name for name in names if theirs[name] is not None and ours[name] is not None]
+    before, now = ({name: facts[name] for name in known} for facts in (theirs, ours))
+    report_changes(path, before, now, "clients may have other samples than their models were trained on")
 
 
 def require_equal_stacks(path: Path, theirs: Any, ours: int) -> None:
