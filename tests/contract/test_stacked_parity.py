@@ -214,6 +214,28 @@ def test_stacked_clients_end_where_they_end_one_after_another(algorithm, federat
     assert scored
 
 
+@pytest.mark.filterwarnings("ignore:.*cannot act on several of them at once with")
+@every_variant
+def test_stacked_clients_accumulate_gradients_as_they_do_one_after_another(algorithm, federation, stacks):
+    weights = []
+    for engine in ("fast", "stacked"):
+        torch.manual_seed(1)
+        module = with_losses(without_noise(module_for(algorithm)()))
+        options = {"local_engine": engine, "stack_size": 4, "capacities": [0.5, 1.0], "eval_after_training": False}
+        run = federation(
+            algorithm,
+            folder=engine,
+            module=module,
+            precision="64-true",
+            accumulate_grad_batches=2,  # a power of 2, by which sums that cancel stay 0
+            federation=options,
+        )
+        weights.append((module.state_dict(), run))
+    close(weights[1][0], weights[0][0])
+    close_tables(weights[1][1].run_folder / "clients.csv", weights[0][1].run_folder / "clients.csv")
+    assert bool(stacks) != isinstance(algorithm, (APFL, FedLPS, FjORD, PerFedAvg, PFedMe))
+
+
 RAGGED = Dirichlet(alpha=0.5)
 
 
@@ -326,6 +348,15 @@ CASES = {
     "limited batches": ({"norm": "group"}, {"limit_train_batches": 3}),
     "batch norm": ({"norm": "batch"}, {"batch_size": 6, "epochs": 1}),
     "wire and disk": ({"norm": "none", "smooth": True}, {"federation": {"wire": "encode", "store": "disk"}}),
+    "accumulated": (
+        {"configure": lambda groups: torch.optim.Adam(groups, lr=1e-2), "norm": "group"},
+        {"accumulate_grad_batches": 3},
+    ),
+    "accumulated by other steps": ({"norm": "none", "smooth": True}, {"accumulate_grad_batches": 2, "epochs": 3}),
+    "accumulated, schedules": (
+        {"configure": with_schedule, "norm": "group"},
+        {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05, "partition": IID()},
+    ),
     "small stacks": ({"norm": "none", "smooth": True}, {"federation": {"stack_size": 2}}),
 }
 
@@ -659,13 +690,14 @@ def repeated():
 
 
 @pytest.mark.slow_after_first
+@pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("name", CALLBACKS)
-def test_callbacks_that_act_on_the_rows_of_their_clients(name, tmp_path, stacks, repeated):
+def test_callbacks_that_act_on_the_rows_of_their_clients(name, parts, tmp_path, stacks, repeated):
     class Method(FedAvg):
         def callbacks(self, message, client):
             return [CALLBACKS[name]()]
 
-    compare(tmp_path, seeded(norm="none", smooth=True), Method())
+    compare(tmp_path, seeded(norm="none", smooth=True), Method(), accumulate_grad_batches=parts)
     assert stacks
     assert repeated
 
@@ -675,11 +707,12 @@ INHERITED = {kind.__name__ for kind in PRUNERS if "stackable" not in vars(kind)}
 
 
 @pytest.mark.slow_after_first
+@pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("name", sorted(CALLBACKS.keys() - INHERITED))
-def test_callbacks_of_the_user_act_on_the_rows_of_their_clients(name, tmp_path, stacks, repeated):
+def test_callbacks_of_the_user_act_on_the_rows_of_their_clients(name, parts, tmp_path, stacks, repeated):
     """A term of the gradient behind them is masked too, before the optimizer remembers it."""
     chosen = [CALLBACKS[name](), ProximalTerm(0.1)]
-    compare(tmp_path, seeded(norm="none", smooth=True), client_callbacks=chosen)
+    compare(tmp_path, seeded(norm="none", smooth=True), client_callbacks=chosen, accumulate_grad_batches=parts)
     assert stacks
     assert repeated
 

@@ -9,6 +9,6 @@ and steps. All others train their clients one after another. Each counterpart is
 """
 
 from lightning_sparsefl.callbacks.stacking.base import StackedCallback, StackedPass
-from lightning_sparsefl.callbacks.stacking.kinds import stacked, stacking_key
+from lightning_sparsefl.callbacks.stacking.kinds import accumulates, stacked, stacking_key
 
-__all__ = ["StackedCallback", "StackedPass", "stacked", "stacking_key"]
+__all__ = ["StackedCallback", "StackedPass", "accumulates", "stacked", "stacking_key"]

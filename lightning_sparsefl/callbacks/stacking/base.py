@@ -134,11 +134,12 @@ class StackedCallback:
         """Return leaves of its own that the optimizer is to step, each with the name of a weight of its group."""
         return {}
 
-    def join(self, companions: Sequence[Sequence[Any]]) -> None:
+    def join(self, companions: Sequence[Sequence[Any]], batches: Sequence[int]) -> None:
         """Get to know all callbacks of each client, before the weights are loaded.
 
         Args:
             companions: Callbacks of each client, in the order in which they act.
+            batches: Number of batches of an epoch of each client.
         """
 
     def prepare(self, optimizer: Optimizer, clips: bool, chain: Sequence[StackedCallback]) -> None:

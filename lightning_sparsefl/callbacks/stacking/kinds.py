@@ -60,6 +60,8 @@ class _Kind:
     """What must agree for callbacks to act on a stack as one; None if a callback cannot be stacked."""
     make: Callable[[Sequence[Any], nn.Module, Sequence[int]], StackedCallback]
     """Makes the counterpart from the callbacks, the module, and the number of steps of each client."""
+    accumulates: bool = True
+    """Whether the counterpart may act where the gradients of several batches make one optimizer step."""
 
 
 def _names(module: nn.Module) -> list[str]:
@@ -147,6 +149,7 @@ _KINDS: dict[type[Callback], _Kind] = {
     OrderedDropout: _Kind(
         lambda callback: None if not callback.groups else (callback.rates, callback.distill, callback.head),
         lambda callbacks, module, _: StackedDropout(callbacks, module),
+        accumulates=False,
     ),
     SparseInputs: _Kind(lambda _: True, lambda callbacks, module, _: StackedSparseInputs(callbacks, module)),
     ActivationPruning: _Kind(
@@ -155,19 +158,25 @@ _KINDS: dict[type[Callback], _Kind] = {
     PersonalMixture: _Kind(
         lambda callback: callback.adaptive,
         lambda callbacks, module, _: StackedMixture(callbacks, _names(module)),
+        accumulates=False,
     ),
     MoreauEnvelope: _Kind(
         lambda callback: (callback.strength, callback.lr, callback.steps, callback.decay),
         lambda callbacks, module, _: StackedEnvelope(callbacks, _names(module)),
+        accumulates=False,
     ),
     MetaStep: _Kind(
         lambda callback: (callback.lr, callback.order, callback.delta),
         lambda callbacks, *_: StackedMetaStep(callbacks),
+        accumulates=False,
     ),
-    LearnedImportance: _Kind(_importance_key, lambda callbacks, module, _: StackedImportance(callbacks, module)),
+    LearnedImportance: _Kind(
+        _importance_key, lambda callbacks, module, _: StackedImportance(callbacks, module), accumulates=False
+    ),
     UnitScores: _Kind(
         lambda callback: (callback.steps.lr, callback.steps.strength, callback.steps.reduction),
         lambda callbacks, module, totals: scores_of(callbacks, module) or StackedRows(callbacks, module, totals),
+        accumulates=False,
     ),
     UnitThresholds: _Kind(
         lambda callback: tuple(callback.theta or callback.thresholds) or None,
@@ -196,6 +205,20 @@ def stacking_key(callback: Callback) -> Hashable | None:
         return (kind, tuple(callback.theta)) if callback.theta else None
     called = not any(is_overridden(hook, callback, Callback) for hook in NOT_CALLED)
     return (kind,) if called and getattr(callback, "stackable", False) else None
+
+
+def accumulates(callback: Callback) -> bool:
+    """Return whether a callback can act on a stack where the gradients of several batches make one optimizer step.
+
+    Args:
+        callback: Callback with a :func:`stacking_key`.
+
+    Example:
+        >>> accumulates(ProximalTerm(0.1)), accumulates(MetaStep(0.1))
+        (True, False)
+    """
+    known = _KINDS.get(type(callback))
+    return known is None or known.accumulates
 
 
 def stacked(callbacks: Sequence[Any], module: nn.Module, totals: Sequence[int]) -> StackedCallback:

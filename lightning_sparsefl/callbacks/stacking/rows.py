@@ -108,12 +108,13 @@ class RowTrainer:
     Args:
         trainer: Trainer of the stack.
         total: Number of optimizer steps of the client's fit.
+        batches: Number of batches of each of its epochs.
     """
 
-    def __init__(self, trainer: Any, total: int) -> None:
+    def __init__(self, trainer: Any, total: int, batches: int) -> None:
         self._trainer = trainer
         self.estimated_stepping_batches = total
-        self.num_training_batches = total // max(1, trainer.max_epochs)
+        self.num_training_batches = batches
         self.global_step = 0
         self.callbacks: list[Callback] = []
         self.optimizers: list[RowOptimizer] = []
@@ -135,6 +136,7 @@ class _Row:
     def __init__(self, callback: Callback, module: LightningModule, trainer: Any, total: int) -> None:
         self.callback, self._module, self._of, self._total = callback, module, trainer, total
         self.companions: Sequence[Callback] = [callback]
+        self.batches = total // max(1, trainer.max_epochs)
         self.viewed = False
 
     def view(self, leaves: Leaves, place: int) -> None:
@@ -155,7 +157,7 @@ class _Row:
                 vars(child).update(hidden(child, _refusal_of_metric(name)))
         self.parameters = dict(self.module.named_parameters())
         self.optimizer = RowOptimizer(self.parameters, place)
-        self.trainer = RowTrainer(self._of, self._total)
+        self.trainer = RowTrainer(self._of, self._total, self.batches)
         self.trainer.lightning_module, self.trainer.optimizers = self.module, [self.optimizer]
         self.trainer.callbacks = list(self.companions)
         state = vars(self.module)
@@ -255,10 +257,10 @@ class StackedRows(StackedCallback):
         part._in_part = True
         return part
 
-    def join(self, companions: Sequence[Sequence[Callback]]) -> None:
-        """Let each client's trainer have all of its callbacks."""
-        for row, each in zip(self.places, companions, strict=True):
-            row.companions = each
+    def join(self, companions: Sequence[Sequence[Callback]], batches: Sequence[int]) -> None:
+        """Let each client's trainer have all of its callbacks, and its number of batches."""
+        for row, each, count in zip(self.places, companions, batches, strict=True):
+            row.companions, row.batches = each, count
 
     def start(self, leaves: Leaves) -> None:
         """Make the views, and begin the fit of each client."""
@@ -317,8 +319,8 @@ class StackedRows(StackedCallback):
     def after_batch(self, batch: StackedPass) -> None:
         """Call the hook after a batch."""
         self._note_writes()
-        losses = batch.losses.detach()
         for place, row in self._called("on_train_batch_end"):
+            losses = batch.losses.detach() / row.trainer.accumulate_grad_batches  # as Lightning shows it
             outputs = {"loss": losses[place]}
             row.call_with("on_train_batch_end", _of_one(batch.batch, place), batch.number, outputs)
 

@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import Tensor, nn
 
-from lightning_sparsefl.callbacks.stacking import stacking_key
+from lightning_sparsefl.callbacks.stacking import accumulates, stacking_key
 from lightning_sparsefl.data.examples import reads_here
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.client import Client
@@ -286,8 +286,9 @@ class StackedWorker(ClientWorker):
         for callback in request.callbacks:
             rates = type(callback) is ScaleLearningRates
             kind = ("rates", cast(ScaleLearningRates, callback).factor) if rates else stacking_key(callback)
-            if kind is None:
-                self._tell_alone(callback)
+            if kind is None or not (rates or self._parts == 1 or accumulates(callback)):
+                where = "" if kind is None else f" with `trainer.accumulate_grad_batches: {self._parts}`"
+                self._tell_alone(callback, where)
                 return None
             kinds.append(kind)
         if not self._go_together(request, tuple(kinds)):
@@ -325,12 +326,17 @@ class StackedWorker(ClientWorker):
                 self._begun[kinds] = begin_together(engine, module, loader, request.callbacks, self.data)
         return self._begun[kinds]
 
-    def _tell_alone(self, callback: Callback) -> None:
+    @property
+    def _parts(self) -> int:
+        """Number of batches whose gradients make one optimizer step."""
+        return cast(FastEngine, self.engine).options.accumulate_grad_batches
+
+    def _tell_alone(self, callback: Callback, where: str) -> None:
         """Tell a user who has asked for stacks that a callback prevents them."""
         if self._asked:
             _messages.warn(
                 f"Clients train one after another, since the callback {type(callback).__name__} cannot act on several "
-                "of them at once; set `federation.local_engine: auto`."
+                f"of them at once{where}; set `federation.local_engine: auto`."
             )
 
     def _fit_group(self, group: Sequence[StackedRequest]) -> None:

@@ -40,7 +40,7 @@ class AskedLoop(FitLoop):
         self._steps: Sequence[int] = [value]
 
     _batches_that_stepped = optimizer_steps
-    """The same, since a batch of a stack is a step; it is the step of Lightning's own logs."""
+    """The same; it is the step of Lightning's own logs."""
 
     def set_steps(self, steps: Sequence[int]) -> None:
         """Set the numbers of optimizer steps that the clients of a batch have taken.

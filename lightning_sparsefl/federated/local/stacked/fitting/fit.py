@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from lightning_sparsefl.federated.local.fast.steps import StepCaller, step_sched
 from lightning_sparsefl.federated.local.isolation import Settings, restore_trainer_refs
 from lightning_sparsefl.federated.local.round_lr import ScaleLearningRates
 from lightning_sparsefl.federated.local.stacked.batch_pass import BatchPass
+from lightning_sparsefl.federated.local.stacked.fitting.accumulated import AccumulatedGradients
 from lightning_sparsefl.federated.local.stacked.fitting.asked_loop import AskedLoop
 from lightning_sparsefl.federated.local.stacked.fitting.hooks import (
     BATCH_HOOKS,
@@ -110,7 +112,9 @@ class StackedFit:
         self.module, self.size = trainer.lightning_module, len(requests)
         self.reader = stack_reader([request.reader for request in requests], trainer.device_samples)
         self.log = StackedLog(self.size)
-        totals = [request.reader.batches * request.epochs for request in requests]
+        parts = trainer.accumulate_grad_batches
+        self._accumulated = None if parts == 1 else AccumulatedGradients(parts, self.size)
+        totals = [math.ceil(request.reader.batches / parts) * request.epochs for request in requests]
         chains = zip(*(request.callbacks for request in requests), strict=True)
         kinds = [(chain, type(chain[0])) for chain in chains]
         self._rates = [chain[0] for chain, kind in kinds if kind is ScaleLearningRates]
@@ -206,8 +210,9 @@ class StackedFit:
         with self.log.receiving(self.module), torch.enable_grad():
             self._make_optimizer()
             companions = [request.callbacks for request in self.requests]
+            counts = [request.reader.batches for request in self.requests]
             for callback, _ in self._callbacks:
-                callback.join(companions)
+                callback.join(companions, counts)
             for callback, _ in sorted(self._callbacks, key=lambda pair: not pair[0].makes_masks):
                 callback.start(whole.leaves)
             self._stack_optimizer()
@@ -333,16 +338,28 @@ class StackedFit:
         """Train the clients in some ranges on one batch of each, and step the schedulers that are due."""
         loop, is_last, ends = self.loop, number + 1 == self._batches, list[Callable[[], None]]()
         loop._ready, loop.is_last_batch = number + 1, is_last
-        for low, high, batch in self._read(ranges, number):
+        for low, high, batch in self._read(self._stepping_alike(ranges, number), number):
             ends.append(self._batch(step, low, high, batch, number))
             if not self.trainer.lr_scheduler_configs:
                 ends.pop()()
             del batch  # so that the next one takes its memory, which is in the cache
-        self._schedule("step", number)
+        if self._is_step(0, number):  # of the longest epoch; where a scheduler steps by batches, all are as long
+            self._schedule("step", number)
         if is_last:
             self._schedule("epoch", loop.epochs_processed)
         for end in ends:  # which see the rates of the next batch
             end()
+
+    def _is_step(self, place: int, number: int) -> bool:
+        """Return whether a client takes an optimizer step after a batch."""
+        return self._accumulated is None or self._accumulated.is_step(number, self.requests[place].reader.batches)
+
+    def _stepping_alike(self, ranges: Sequence[tuple[int, int]], number: int) -> Sequence[tuple[int, int]]:
+        """Divide ranges of clients into those that take an optimizer step after a batch, and those that do not."""
+        if self._accumulated is None:
+            return ranges
+        steps = [self._is_step(place, number) for place in range(self.size)]
+        return [(low + first, low + end) for low, high in ranges for first, end in equal_ranges(steps[low:high])]
 
     def _hook(self, name: str) -> None:
         """Call a hook of the module for all clients, if the module overrides it."""
@@ -503,17 +520,43 @@ class StackedFit:
         else:
             training = TrainingPass(one, self.module, self.optimizer.optimizer, lambda: self._pass(one, callbacks))
             recorded = self._recorder.do(training)
+        self._add_accumulated(one, low, high)
         for callback in callbacks:
             callback.after_backward(one)
         log.collect()
         self._gradient_hook("on_after_backward", one)
-        self._prepare_step(callbacks, one)
-        self.optimizer.step(low, high, clients.rows, None if one.has_own_gradients else recorded)
-        self.loop.set_steps(self.optimizer.taken[low:high])  # as schedulers see it
-        for callback in callbacks:
-            callback.after_step(part.leaves)
+        if self._is_step(low, number):
+            self._step(callbacks, one, clients.rows, None if one.has_own_gradients else recorded)
+        elif self._accumulated is not None:
+            self._accumulated.keep(low, high, part.leaves)
         self._mask_after_hooks()  # hooks may have written gradients under masks
         return partial(self._end_batch, callbacks, one)
+
+    def _add_accumulated(self, one: BatchPass, low: int, high: int) -> None:
+        """Add the gradients of the batches since the clients' last step, if gradients are accumulated."""
+        if self._accumulated is None:
+            return
+        self._accumulated.add_to(low, high, one.leaves)
+        one.has_own_gradients = True
+        if one.outputs:
+            one.outputs["loss"] = one.outputs["loss"] / self._accumulated.batches  # as Lightning shows it to hooks
+
+    def _step(
+        self,
+        callbacks: Sequence[StackedCallback],
+        one: BatchPass,
+        rows: Mapping[Tensor, Tensor] | None,
+        recorded: object | None,
+    ) -> None:
+        """Take an optimizer step of the clients of a batch."""
+        low, high = one.metrics.low, one.metrics.high
+        self._prepare_step(callbacks, one)
+        self.optimizer.step(low, high, rows, recorded)
+        if self._accumulated is not None:
+            self._accumulated.clear(low, high)
+        self.loop.set_steps(self.optimizer.taken[low:high])  # as schedulers see it
+        for callback in callbacks:
+            callback.after_step(one.leaves)
 
     def _end_batch(self, callbacks: Sequence[StackedCallback], one: BatchPass) -> None:
         """Let callbacks and the module act after a batch."""

@@ -18,7 +18,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from lightning_sparsefl.callbacks.stacking import stacking_key
+from lightning_sparsefl.callbacks.stacking import accumulates, stacking_key
 from lightning_sparsefl.data.examples import reads_here
 from lightning_sparsefl.data.federated import TRANSFERS
 from lightning_sparsefl.federated.exchange.failures import in_brief
@@ -108,14 +108,15 @@ class StackingTrial:
             return f"torch {torch.__version__} has no `torch._C._functorch.{missing}`"
         if not isinstance(engine, FastEngine):
             return "they need a real Trainer"
-        options, precision = engine.options, engine.precision
+        options, precision, parts = engine.options, engine.precision, engine.options.accumulate_grad_batches
         for callback in work.client_callbacks:
             if stacking_key(callback) is None:
                 return f"`trainer.client_callbacks` has a {type(callback).__name__}"
+            if parts != 1 and not accumulates(callback):
+                name = type(callback).__name__
+                return f"`trainer.client_callbacks` has a {name}, and `trainer.accumulate_grad_batches` is {parts}"
         if work.validate:
             return "`trainer.validate_locally` is set"
-        if options.accumulate_grad_batches != 1:
-            return f"`trainer.accumulate_grad_batches` is {options.accumulate_grad_batches}, not 1"
         if options.limit_train_batches == 0:
             return "`trainer.limit_train_batches` is 0"
         if precision not in _PRECISIONS:

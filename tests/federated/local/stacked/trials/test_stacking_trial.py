@@ -18,6 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from helpers.networks import Classifier
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
+from lightning_sparsefl.callbacks import MetaStep
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import ClientFailed
 from lightning_sparsefl.federated.local import choice
@@ -270,7 +271,10 @@ def test_a_module_that_cannot_be_stacked_is_named(case, tmp_path, stacked):
 
 
 SETTINGS = {
-    "accumulate_grad_batches": ({"accumulate_grad_batches": 2}, "`trainer.accumulate_grad_batches` is 2"),
+    "accumulate_grad_batches": (
+        {"accumulate_grad_batches": 2, "client_callbacks": [MetaStep(0.1)]},
+        "`trainer.client_callbacks` has a MetaStep, and `trainer.accumulate_grad_batches` is 2",
+    ),
     "limit_train_batches": ({"limit_train_batches": 0}, "`trainer.limit_train_batches` is 0"),
     "timeout": ({"federation": {"client_timeout": 100.0}}, "each has a time limit of its own"),
     "precision": ({"precision": "bf16-mixed"}, "`trainer.precision` is 'bf16-mixed'"),

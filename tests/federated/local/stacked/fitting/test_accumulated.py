@@ -1,0 +1,103 @@
+"""Stacks whose optimizer steps are made of the gradients of several batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.pytorch.utilities import grad_norm
+from torch import nn
+
+from lightning_sparsefl import PFedMe
+from lightning_sparsefl.federated.local.stacked.fitting.accumulated import AccumulatedGradients
+from lightning_sparsefl.federated.local.stacked.logs import NotStackable
+from tests.federated.local.stacked.test_odd_modules import Plain, check, said_alone
+
+
+class LogsNorms(Plain):
+    """Logs norms of the gradients of each batch and of each step."""
+
+    def on_after_backward(self):
+        norms = {f"{name} so far": norm for name, norm in grad_norm(self.net, norm_type=2).items()}
+        self.log_dict(norms, on_step=False, on_epoch=True)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.log_dict(grad_norm(self.net, norm_type=2))
+
+
+class ReplacesGradients(Plain):
+    """Replaces gradients that the next batch adds to."""
+
+    def on_after_backward(self):
+        weight = self.net[0].weight
+        weight.grad = weight.grad - weight.grad.mean(1, keepdim=True)
+
+
+class ReadsLosses(Plain):
+    """Adds the loss of the last batch, as Lightning shows it, to the next one."""
+
+    def on_train_start(self):
+        self.last = torch.zeros((), dtype=torch.float64)
+
+    def training_step(self, batch, batch_idx):
+        self.log("loss", loss := self.loss(batch) * (1 + 0.1 * self.last))
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.last = outputs["loss"]
+
+
+class HasTwoHeads(Plain):
+    """Trains one of two heads in turn, so that each is without a gradient in some batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.second = nn.Linear(6, 4)
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.net[:2](batch[0])
+        logits = self.second(hidden) if batch_idx % 2 else self.net[2](hidden)
+        return nn.functional.cross_entropy(logits, batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+class CountsSteps(Plain):
+    """Weighs its loss by the number of optimizer steps."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) / (1 + 0.5 * self.global_step)
+
+
+class WarmsUp(Plain):
+    """Raises the learning rate from step to step, towards the number of steps that Lightning estimates."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        total = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / total)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("kind", [Plain, LogsNorms, ReplacesGradients, ReadsLosses, HasTwoHeads, CountsSteps, WarmsUp])
+def test_gradients_are_accumulated_as_those_of_one_client(kind, parts, tmp_path):
+    sizes, said = check(kind, tmp_path, max_epochs=3, accumulate_grad_batches=parts, gradient_clip_val=1.0)
+    assert sum(sizes) >= 4
+    assert not said_alone(said) or kind is WarmsUp  # of clients with other numbers of batches than all others
+
+
+def test_a_method_that_acts_on_each_batch_trains_its_clients_one_after_another(tmp_path):
+    sizes, said = check(Plain, tmp_path, accumulate_grad_batches=2, algorithm=PFedMe(lam=2.0))
+    assert not sizes
+    assert any("MoreauEnvelope" in text and "`trainer.accumulate_grad_batches: 2`" in text for text in said_alone(said))
+
+
+def test_clients_of_which_some_have_a_gradient_are_not_added_up():
+    sums, leaf = AccumulatedGradients(2, 2), torch.ones(2, 3)
+    first = leaf.detach()[:1]
+    first.grad = torch.ones(1, 3)
+    sums.keep(0, 1, {"weight": first})
+    leaf.grad = torch.ones(2, 3)
+    with pytest.raises(NotStackable, match="`weight` for some of the clients alone"):
+        sums.add_to(0, 2, {"weight": leaf})
