@@ -12,7 +12,7 @@ import pytest
 from lightning_utilities.core.imports import RequirementCache
 
 TESTS = Path(__file__).parent
-IN_OTHER_PROCESSES = "several_ranks or pipe or fork"
+IN_OTHER_PROCESSES = "several_ranks or several_processes or pipe or fork"
 """Tests that fork, which a process with a device cannot."""
 
 pytestmark = [
