@@ -145,7 +145,7 @@ class ObjectStates:
     def _copy(self, value: Any) -> Any:
         """Return a copy of a tensor or an array, or the state of a generator; None for what cannot be restored."""
         if isinstance(value, Tensor):
-            return value.detach().clone() if _is_plain(value) and value.numel() < self._largest else None
+            return value.detach().clone() if is_plain(value) and value.numel() < self._largest else None
         if isinstance(value, np.ndarray):
             return value.copy() if value.flags.writeable and value.size < self._largest else None
         return None if isinstance(value, random.SystemRandom) else state_of(value)
@@ -216,12 +216,20 @@ def _items(content: Any, name: str, of_object: bool = False) -> list[tuple[Any, 
 def _elements(value: Any) -> int:
     """Return the number of elements of a tensor or an array that can be copied."""
     if isinstance(value, Tensor):
-        return value.numel() if _is_plain(value) else 0
+        return value.numel() if is_plain(value) else 0
     return value.size if isinstance(value, np.ndarray) else 0
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor has numbers in a memory of its own that can be compared and written."""
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor has numbers in a memory of its own that can be compared and written.
+
+    Args:
+        tensor: The tensor.
+
+    Example:
+        >>> is_plain(torch.zeros(2)), is_plain(torch.zeros(1).expand(2))
+        (True, False)
+    """
     if is_lazy(tensor) or tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
         return False
     repeats = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

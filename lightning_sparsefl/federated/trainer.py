@@ -195,6 +195,11 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
         self.run_folder: Path | None = None
 
     @property
+    def log_dir(self) -> str | None:
+        """Path of the run folder, under the name that Lightning's trainer has for it; None before a run."""
+        return None if self.run_folder is None else str(self.run_folder)
+
+    @property
     def algorithm(self) -> FederatedAlgorithm:
         """The federated method."""
         return self.options.algorithm

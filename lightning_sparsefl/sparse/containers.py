@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 CONTAINERS = (dict, list, set, deque)
@@ -133,6 +133,12 @@ class ContainerStates:
             if id(each) not in self._before:
                 self._before[id(each)] = (each, content_of(each), name)
         return True
+
+    def items(self) -> Iterator[tuple[Any, str]]:
+        """Iterate over the items and values of the containers, each with the name of what has them."""
+        for _, content, name in self._before.values():
+            for item in content.values() if isinstance(content, dict) else content:
+                yield item, name
 
     def restore(self) -> list[str]:
         """Restore the contents, and return the names of values that had others."""

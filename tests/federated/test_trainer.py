@@ -303,6 +303,7 @@ def test_an_evaluation_keeps_the_folder_of_the_run(trainer):
     folder = run.run_folder
     run.validate(module, blobs(), ckpt_path="last")
     assert run.run_folder == folder is not None
+    assert run.log_dir == str(folder)
 
 
 class ReadsCallbacks(FedAvg):

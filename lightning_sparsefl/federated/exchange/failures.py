@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from lightning.pytorch import LightningModule
 
-from lightning_sparsefl.errors import ClientFailed, InvalidOption, SparseFLError
+from lightning_sparsefl.errors import ClientFailed, InvalidOption, SparseFLError, nearest
 from lightning_sparsefl.sparse.density import listed
 from lightning_sparsefl.types import Masks
 
@@ -32,6 +32,10 @@ _LONGEST, _SHORT = 2000, 120
 """Numbers of characters of the reason for a failure that are kept, and of an error's text within a sentence."""
 _SAYS_NO_METRIC = "conditioned on metric"
 """Text of Lightning's errors for a scheduler or callback that monitors a metric which is not there."""
+_METRIC = re.compile(_SAYS_NO_METRIC + r" [`']?([^\s`']+)[`']?(.*)", re.DOTALL)
+"""The name of that metric, and the text after it, which quotes the names of those that are there."""
+_SAYS_NO_LOGGER = re.compile(r"'NoneType' object has no attribute '(experiment|log_\w+|save_dir)'")
+"""Text of Python's error for the use of `self.logger`, which is None in the work of a client and in evaluations."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -125,10 +129,26 @@ def _reason(error: Exception) -> str:
         return f"{said.rstrip('.')}; check that `model` fits the samples of `data`"
     if _SAYS_NOT_DETERMINISTIC in said:
         return f"{said.partition(', but')[0]}; set `trainer.deterministic: warn`"
+    if _SAYS_NO_LOGGER.search(said):
+        remedy = "write `if self.logger:` before its use, and log numbers with `self.log`"
+        return f"{said}; clients and evaluations have no logger, so {remedy}"
     if is_missing_metric(error):
-        remedy = "set `trainer.validate_locally: true`, with `data.val_fraction` above 0, for a metric of validation"
-        return f"{said.rstrip('.')}; {remedy}"
+        return f"{said.rstrip('.')}; {_remedy_of_metric(said)}"
     return said
+
+
+def _remedy_of_metric(said: str) -> str:
+    """Return what to do where a scheduler or callback monitors a metric that is not there.
+
+    Example:
+        >>> _remedy_of_metric("conditioned on metric val_los which is not available; available are ['val_loss', 'x']")
+        "did you mean 'val_loss'?"
+    """
+    found = _METRIC.search(said)
+    name = nearest(found[1], re.findall(r"[`']([^`']+)[`']", found[2])) if found else None
+    if name is not None:
+        return f"did you mean {name!r}?"
+    return "set `trainer.validate_locally: true`, with `data.val_fraction` above 0, for a metric of validation"
 
 
 @contextmanager

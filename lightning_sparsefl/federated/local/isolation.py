@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.local.metric_attributes import MetricAttributes
+from lightning_sparsefl.federated.local.tensor_contents import TensorContents
 from lightning_sparsefl.sparse.containers import HOLDERS, ContainerStates, fill, has_content
 
 _OF_USERS = {
@@ -131,16 +134,19 @@ _messages = WarningCache()
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Tables of a module's hooks."""
 _NO_HOOKS: dict[int, Any] = {}
+_NUMBERS = (Tensor, np.ndarray)
+_HELD = (*HOLDERS, *_NUMBERS)
 
 
 class ModuleState:
-    """Snapshot of a module's state other than tensors, to undo the changes of one client before the next.
+    """Snapshot of a module's state beside parameters and buffers, to undo the changes of a client before the next one.
 
     It covers `requires_grad` and hooks of parameters, training modes, forward and backward hooks of submodules,
-    attributes of the user's modules with the contents of lists, dicts, sets and deques, public attributes of other
-    modules, those of metrics that are not states, buffers that were registered or filled, and the number of modules in
-    a ``ModuleList`` or ``ModuleDict``. Changes inside other objects are not undone; a container of ten thousand items
-    whose length has changed is reported once.
+    attributes of the user's modules with the contents of lists, dicts, sets and deques and the numbers of tensors and
+    arrays, public attributes of other modules, those of metrics that are not states, buffers that were registered or
+    filled, and the number of modules in a ``ModuleList`` or ``ModuleDict``. Changes inside other objects are not
+    undone; a container of ten thousand items whose length has changed, and a tensor of 2^24 numbers that was written,
+    are reported once.
 
     Args:
         module: Module, which must otherwise have the same submodules at :meth:`restore`.
@@ -150,13 +156,17 @@ class ModuleState:
         self._before: list[tuple[str, nn.Module, dict[str, Any]]] = []
         self._parameters: list[tuple[nn.Parameter, bool, dict[int, Any]]] = []
         self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
-        self._containers = ContainerStates()
+        self._module = module
+        self._containers, self._contents = ContainerStates(), TensorContents()
         self._sizes: list[tuple[str, str, Sized, int]] = []
         self._buffers: list[tuple[nn.Module, dict[str, Any]]] = []
         self._members: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._metrics: list[MetricAttributes] = []
         self._collections: list[tuple[MetricCollection, dict[int, list[str]]]] = []
         self._visit(type(module).__name__, module)
+        for value, name in self._containers.items():
+            if issubclass(type(value), _NUMBERS):
+                self._contents.add(value, name)
 
     def _visit(self, name: str, module: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):  # whose attributes cannot be assigned or added in Python
@@ -186,15 +196,18 @@ class ModuleState:
         if isinstance(module, MetricCollection):
             return
         for key, value in attributes.items():
-            if not issubclass(type(value), HOLDERS) or key in OF_LIGHTNING or not is_restored(module, key):
+            if not issubclass(type(value), _HELD) or key in OF_LIGHTNING or not is_restored(module, key):
                 continue
-            if not self._containers.add(value, f"{name}.{key}"):
+            if issubclass(type(value), _NUMBERS):
+                self._contents.add(value, f"{name}.{key}")
+            elif not self._containers.add(value, f"{name}.{key}"):
                 self._sizes.append((name, key, value, len(value)))
 
     def restore(self) -> None:
         """Restore the snapshot."""
         self._restore_flags_and_hooks()
         self._report_sizes()
+        self._restore_numbers()
         tell_contents(self._containers.restore())
         for module, buffers in self._buffers:
             _restore_buffers(module, buffers)
@@ -220,13 +233,28 @@ class ModuleState:
             if hooks or known:
                 _restore_hooks(hooks, known)
 
+    def _restore_numbers(self) -> None:
+        own = chain(self._module.parameters(), self._module.buffers())  # which is read only if numbers have changed
+        restored, large = self._contents.restore(own)
+        for name in restored:
+            _messages.info(
+                f"A client's work has written into the numbers of `{name}`, which are restored for the next client; to "
+                "have them merged, make it a floating-point buffer (`register_buffer`)."
+            )
+        for name in large:
+            _tell_kept(name)
+
     def _report_sizes(self) -> None:
         for name, key, value, size in self._sizes:
             if len(value) != size:
-                _messages.info(
-                    f"The work of a client has changed `{name}.{key}` in place. The next client on the same rank will "
-                    "see the change, so the result may depend on the number of ranks; clear it in `on_fit_start`."
-                )
+                _tell_kept(f"{name}.{key}")
+
+
+def _tell_kept(name: str) -> None:
+    _messages.info(
+        f"The work of a client has changed `{name}` in place. The next client on the same rank will see the change, so "
+        "the result may depend on the number of ranks; clear it in `on_fit_start`."
+    )
 
 
 def tell_contents(names: Iterable[str]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.rank_zero import WarningCache
 
 from lightning_sparsefl.callbacks import LayerFreezing, StaticMask
 from lightning_sparsefl.callbacks.layers import require_maskable
@@ -43,6 +44,11 @@ from lightning_sparsefl.sparse.units import UnitGroup, unit_masks
 from lightning_sparsefl.sparse.uses import TensorUses, uses_of
 from lightning_sparsefl.types import FitResult, Masks, Weights
 
+_messages = WarningCache()
+_RESET = (
+    "The work of a client has changed the integer buffer `{}`, which is set back for each client; "
+    "make it a floating-point buffer to have it merged."
+)
 _STAGES: dict[Split, Literal["validate", "test"]] = {"val": "validate", "test": "test", "train": "validate"}
 
 
@@ -107,6 +113,9 @@ class ClientWorker:
         """Parameters that are not weights, such as those of a quantized layer."""
         others = {**self._codes, **{name: b for name, b in module.named_buffers() if name not in weights}}
         self._counters = {name: tensor.detach().clone() for name, tensor in others.items()}
+        kept = self._counters.keys() & module.state_dict().keys() - self._codes.keys()
+        self._untold = {name for name in kept if not name.endswith("num_batches_tracked")}
+        """Buffers that a user may expect to go on, of which no client is known to have changed one."""
 
     def load(self, weights: Weights) -> None:
         """Load weights into the module, and reset integers such as `num_batches_tracked` to initial values.
@@ -120,6 +129,9 @@ class ClientWorker:
         buffers = dict(self.module.named_buffers()) if self._counters else {}
         for name, first in self._counters.items():
             now = buffers.get(name, self._codes.get(name))
+            if name in self._untold and now is not None and not torch.equal(now, first):
+                self._untold.remove(name)
+                _messages.info(_RESET.format(name))
             if now is None or now.shape != first.shape or now.is_inference():
                 owner, _, leaf = name.rpartition(".")
                 self.module.get_submodule(owner)._buffers[leaf] = first.clone()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import collections
 import logging
+import math
 import os
 import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -19,12 +21,13 @@ from torchmetrics import MaxMetric, MeanMetric, MetricCollection, SumMetric
 
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
 from lightning_sparsefl.data import ClientDataModules, FederatedBlobs
-from lightning_sparsefl.federated.local import isolation
+from lightning_sparsefl.federated.local import isolation, tensor_contents
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.isolation import ModuleState, isolate_metrics
 from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
 from lightning_sparsefl.federated.local.local_options import LocalOptions
 from lightning_sparsefl.federated.local.stacked.states.undo import ModuleStates
+from lightning_sparsefl.testing.contents import rows
 
 
 class Factor(nn.Module):
@@ -157,6 +160,125 @@ def test_the_contents_of_containers_come_back_with_a_message(
     assert module.seen == [0]
     said = [record.message for record in caplog.records]
     assert all(any(f"`Net.{name}`, which are restored" in text for text in said) for name in ("found", "seen"))
+
+
+def attributes_with_numbers() -> dict[str, Any]:
+    return {
+        "tensor": torch.tensor([0.5, math.nan]),
+        "large": torch.zeros(5000),
+        "leaf": torch.zeros(3, requires_grad=True),
+        "array": np.array([1.0, math.nan]),
+        "queue": [torch.zeros(2), {"last": torch.ones(2)}],
+    }
+
+
+def write_numbers(module: Net) -> None:
+    with torch.no_grad():
+        module.tensor.mul_(2)
+        module.tensor.data.add_(1)
+        module.large[:10] = 1
+        module.leaf.add_(1)
+        module.array += 1
+        module.queue[0].add_(1)
+        module.queue[1]["last"].resize_(3)
+        module.net[1].weight.add_(1)
+
+
+def test_the_numbers_of_tensors_and_arrays_come_back_for_each_client_with_a_message(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(isolation, "_messages", type(isolation._messages)())
+    caplog.set_level(logging.INFO)
+    module = Net()
+    for name, value in attributes_with_numbers().items():
+        setattr(module, name, value)
+    module.view = module.net[1].weight.detach()[0]  # of what the client learns
+    weight, before = module.net[1].weight.detach().clone(), attributes_with_numbers()
+    for client in range(1, 3):
+        state = ModuleState(module)
+        write_numbers(module)
+        state.restore()
+        for name in ("tensor", "large", "leaf", "array"):
+            np.testing.assert_array_equal(getattr(module, name).tolist(), before[name].tolist())
+        assert torch.equal(module.queue[0], torch.zeros(2))
+        assert torch.equal(module.queue[1]["last"], torch.ones(2))
+        torch.testing.assert_close(module.net[1].weight.detach(), weight + client)
+    said = [record.message for record in caplog.records]
+    for name in ("tensor", "large", "leaf", "array", "queue"):
+        assert sum(f"numbers of `Net.{name}`, which are restored" in text for text in said) == 1
+    assert not any("Net.view" in text for text in said)
+
+
+def test_a_tensor_is_copied_once_while_nothing_writes_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, copied, clone = Net(), [], torch.Tensor.clone
+    module.data = torch.zeros(10_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", lambda tensor: (copied.append(tensor), clone(tensor))[1])
+        for _ in range(3):
+            ModuleState(module).restore()
+        assert len(copied) == 1
+        module.data.add_(1)  # between two runs
+        state = ModuleState(module)
+    module.data.add_(1)
+    state.restore()
+    assert len(copied) == 2
+    assert torch.equal(module.data, torch.ones(10_000))
+
+
+def test_a_large_tensor_that_is_written_is_reported_once_by_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(isolation, "_messages", type(isolation._messages)())
+    monkeypatch.setattr(tensor_contents, "_LARGE", 10)
+    module = Net()
+    module.data = torch.zeros(10)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            state = ModuleState(module)
+            module.data.add_(1)
+            state.restore()
+    said = [record.message for record in caplog.records]
+    assert len(said) == 1
+    assert "has changed `Net.data` in place" in said[0]
+    assert module.data[0] == 2
+
+
+class Centred(Net):
+    """Adds the mean of its logits, which it keeps in a tensor without a name for torch, to the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centre = torch.zeros(4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        logits = self(batch[0]) + self.centre
+        self.centre.mul_(0.5).add_(logits.detach().mean(0))
+        return nn.functional.cross_entropy(logits, batch[1])
+
+
+@pytest.mark.parametrize("engine", ["trainer", "fast", "auto"])
+def test_a_tensor_in_an_attribute_makes_no_difference_to_other_clients(engine: str, tmp_path: Any) -> None:
+    """A run that was resumed, whose first client follows no other one, ends where a straight one does."""
+    ends = []
+    for rounds in ((4,), (2, 4)):
+        torch.manual_seed(0)
+        module = Centred()
+        for limit in rounds:
+            trainer = FederatedTrainer(
+                algorithm=FedAvg(),
+                federation=Federation(clients_per_round=2, local_engine=engine),
+                max_rounds=limit,
+                accelerator="cpu",
+                default_root_dir=str(tmp_path / str(len(rounds))),
+                quiet=True,
+                seed=0,
+            )
+            data = FederatedBlobs(num_clients=4, num_train=80, num_test=8, num_classes=4, dim=8, val_fraction=0.2)
+            trainer.fit(module, data, "last" if limit != rounds[0] else None)
+            module = Centred()
+        ends.append(trainer.run_folder)
+    straight, resumed = (rows(folder / "metrics.csv")[-1]["global/val_loss"] for folder in ends)
+    assert straight == resumed
 
 
 def test_a_large_container_that_grows_is_reported_once_by_name(

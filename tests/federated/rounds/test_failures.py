@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_sparsefl import SNIP, FedAvg, FederatedTrainer, Federation, FedLPS, FedSpa
 from lightning_sparsefl.data import FederatedBlobs
-from lightning_sparsefl.errors import ClientFailed, InvalidOption, InvalidUpdate, RankFailed
+from lightning_sparsefl.errors import ClientFailed, EvaluationFailed, InvalidOption, InvalidUpdate, RankFailed
 from lightning_sparsefl.federated.aggregation.reducers import Accumulator
 from lightning_sparsefl.federated.exchange import deadline
 from lightning_sparsefl.federated.exchange import failures as faults
@@ -157,6 +157,40 @@ def test_a_client_whose_finetuning_fails_ends_the_run_or_is_left_out(ranks, trai
         assert "Client 1 has no scores in round 1: " in caplog.text
     assert summary["finetuned/val_loss"] > 0
     assert [row["client"] for row in table(run, "finetuned.csv") if not row["finetuned/val_loss"]] == ["1"]
+
+
+class Misspelt(Plateau):
+    """Monitors a metric that it logs under a similar name."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "mien"}}
+
+
+@pytest.mark.parametrize("engine", ["fast", "trainer"])
+def test_a_similar_name_of_a_monitored_metric_is_suggested(engine, trainer):
+    run = trainer(FedAvg(), federation={"local_engine": engine})
+    with pytest.raises(ClientFailed, match=r"mien.*; did you mean 'mine'\?;"):
+        run.fit(Misspelt(num_classes=4, sample_shape=(1, 1, 8)), blobs())
+
+
+class Draws(MLP):
+    """Sends a figure to a logger, which neither clients nor evaluations have."""
+
+    def on_train_epoch_end(self):
+        self.logger.experiment.add_figure("weights", None)
+
+
+class DrawsScores(MLP):
+    def on_validation_epoch_end(self):
+        self.logger.log_image("scores", [])
+
+
+@pytest.mark.parametrize(("kind", "failure"), [(Draws, ClientFailed), (DrawsScores, EvaluationFailed)])
+def test_the_use_of_a_logger_where_there_is_none_is_explained(kind, failure, trainer):
+    with pytest.raises(failure, match=r"clients and evaluations have no logger, so write `if self\.logger:` before"):
+        trainer(FedAvg()).fit(kind(num_classes=4, sample_shape=(1, 1, 8)), blobs())
 
 
 class Regrets(L.Callback):
