@@ -24,6 +24,7 @@ without a traceback and exits with code 2.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -135,8 +136,23 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
+def is_finite(value: Any) -> bool:
+    """Return whether a value is no infinite number and no NaN.
+
+    Args:
+        value: Value of an option, of any type.
+
+    Example:
+        >>> is_finite(0.5), is_finite(float("inf")), is_finite("inf")
+        (True, False, True)
+    """
+    return not is_number(value) or math.isfinite(value)
+
+
 def check_types(options: Any, prefix: str) -> None:
-    """Raise :class:`InvalidOption` if a field has another type than its annotation; see :func:`type_check`.
+    """Raise :class:`InvalidOption` if a field has another type than its annotation, or is an infinite number.
+
+    See :func:`type_check`.
 
     Args:
         options: Dataclass with the options.
@@ -158,6 +174,7 @@ def check_types(options: Any, prefix: str) -> None:
     for name, (fits, expected) in type_checks(options.__class__).items():
         value = getattr(options, name)
         require(fits(value), f"{prefix}{name}", value, expected)
+        require(is_finite(value), f"{prefix}{name}", value, "a finite number")
 
 
 @cache  # by the class or function: annotations of `Literal` are equal in any order of their values

@@ -15,13 +15,13 @@ from torch import Tensor
 from lightning_sparsefl.callbacks.clock import StepClock
 from lightning_sparsefl.callbacks.layers import choose, require_dense_gradients, require_maskable, stepped_by
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
-from lightning_sparsefl.callbacks.mask_owner import renamed
+from lightning_sparsefl.callbacks.mask_owner import check_masks, renamed
 from lightning_sparsefl.callbacks.masking import make_masks
 from lightning_sparsefl.callbacks.options import check_arguments, require
 from lightning_sparsefl.callbacks.reported_steps import ReportedCallback
 from lightning_sparsefl.callbacks.step_guard import StepGuard
 from lightning_sparsefl.sparse.density import floor_count
-from lightning_sparsefl.sparse.masks import check, counts
+from lightning_sparsefl.sparse.masks import counts
 from lightning_sparsefl.sparse.prune import shrink
 from lightning_sparsefl.sparse.scores import magnitude
 from lightning_sparsefl.types import Masks, Weights
@@ -101,7 +101,7 @@ class BudgetAwareExtrusion(ReportedCallback):
         parameters = dict(pl_module.named_parameters())
         if self.masks is not None:
             self.masks = renamed(self.masks, parameters)
-            check(self.masks, parameters)
+            check_masks("BudgetAwareExtrusion(masks=...)", self.masks, parameters)
         names = choose(pl_module, None, "BudgetAwareExtrusion") if self.masks is None else self.masks
         require_maskable(pl_module, tuple(names), "BudgetAwareExtrusion", by_layers=False, act="penalize")
         require_dense_gradients(pl_module, tuple(names), "BudgetAwareExtrusion")

@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
+from lightning_sparsefl.callbacks.mask_owner import warning_cache
 from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.callbacks.options import check_arguments, require, require_one_each
 from lightning_sparsefl.sparse.density import ceil_count
@@ -22,7 +23,9 @@ class GlobalMagnitudePruning(MaskingCallback):
 
     ``epochs=[0]`` is one-shot, for a module that is trained already; ``fraction=0.2, epochs=[0, 5, 10]`` leaves
     0.8, 0.64, 0.512. What was dropped stays so. Fits compound: a second `fit` by a new trainer counts its epochs from
-    0 again, and drops the fraction of what the first one left. One by the same trainer goes on with its epochs.
+    0 again, and drops the fraction of what the first one left. One by the same trainer goes on with its epochs, and so
+    does one from a checkpoint: to prune a module that was trained to epoch 10, load its weights without `ckpt_path`, or
+    set ``epochs=[10]``.
 
     Args:
         fraction: Fraction of the weights kept so far that is dropped, in [0, 1): the ``ceil(fraction * kept)``
@@ -52,12 +55,20 @@ class GlobalMagnitudePruning(MaskingCallback):
         super().__init__(layers)
         self.fraction, self.epochs = fraction, [0] if epochs is None else list(epochs)
         self._pruned_at = -1
+        self._passed: list[int] = []
+        """Epochs before the first one of the fit."""
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Prune anew in a new fit."""
         super().on_train_start(trainer, pl_module)
         if not self.resumed:
             self._pruned_at = trainer.current_epoch - 1 if density(self.masks) < 1 else -1
+            self._passed = [epoch for epoch in self.epochs if self._pruned_at < epoch < trainer.current_epoch]
+        if self._passed and not self.resumed:
+            warning_cache.warn(
+                f"`GlobalMagnitudePruning(epochs={self.epochs})` does not prune at epochs {self._passed}, since the "
+                f"fit begins with epoch {trainer.current_epoch}, as that of a checkpoint does; expected later ones."
+            )
 
     def on_train_epoch_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Prune if it is time."""
@@ -79,14 +90,14 @@ class GlobalMagnitudePruning(MaskingCallback):
 
     def shortfall(self) -> str | None:
         """Return the density, and which epochs have not been reached, if there are any."""
-        missed = [epoch for epoch in self.epochs if epoch > self._pruned_at]
+        missed = sorted({*self._passed, *(epoch for epoch in self.epochs if epoch > self._pruned_at)})
         return f"at density {density(self.masks):.3g}, before epochs {missed} pruned" if missed else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the masks, one bit a weight, and the last epoch at which weights were pruned."""
-        return super().state_dict() | {"pruned_at": self._pruned_at}
+        return super().state_dict() | {"pruned_at": self._pruned_at, "passed": self._passed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the masks of a checkpoint."""
         super().load_state_dict(state_dict)
-        self._pruned_at = state_dict["pruned_at"]
+        self._pruned_at, self._passed = state_dict["pruned_at"], list(state_dict.get("passed", ()))

@@ -57,8 +57,8 @@ class GroupPenalty(ReportedCallback):
             module's `example_input_array`.
 
     Raises:
-        InvalidOption: If an option is out of its range, a pattern matches no layer, the module has no scales to
-            penalise, the length of the training is unknown, a layer has sparse gradients, the callback comes after
+        InvalidOption: If an option is out of its range, a pattern matches no layer, the module has no units or scales
+            to penalise, the length of the training is unknown, a layer has sparse gradients, the callback comes after
             one that makes weights dense for the step, or `training_step` steps a bare optimizer.
 
     Example:
@@ -148,19 +148,26 @@ class GroupPenalty(ReportedCallback):
             parameters: Parameters of the module.
 
         Raises:
-            InvalidOption: If there is neither.
+            InvalidOption: If there is neither, or the module has no units.
         """
         if callable(self.units):
             return self.units(parameters)
         if self.units is not None:
             return self.units
-        sample = example_inputs(module)
+        sample, name = example_inputs(module), type(module).__name__
         if sample is None:
             raise InvalidOption(
-                f"`GroupPenalty(groups='units')` finds units with the module's `example_input_array`, which "
-                f"`{type(module).__name__}` does not set; set it, or pass `units`."
+                f"`GroupPenalty(groups='units')` finds units with the module's `example_input_array`, which `{name}` "
+                "does not set; set it, or pass `units`."
             )
-        return find_groups(module, *for_module(sample, module))
+        groups = find_groups(module, *for_module(sample, module))
+        if not groups:
+            raise InvalidOption(
+                f"`GroupPenalty(groups='units')` finds no units in `{name}`; expected linear, convolutional or "
+                "recurrent layers whose outputs another such layer reads, without parametrizations or adapters "
+                "between them, or other `groups`."
+            )
+        return groups
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Divide the fit into stairs."""

@@ -12,14 +12,13 @@ from torch.nn.parameter import is_lazy
 
 from lightning_sparsefl.callbacks.holding import HoldingCallback
 from lightning_sparsefl.callbacks.layers import plain_name, require_initialized, stepped_by
-from lightning_sparsefl.callbacks.mask_owner import packed, renamed, unpacked
+from lightning_sparsefl.callbacks.mask_owner import check_masks, packed, renamed, unpacked
 from lightning_sparsefl.callbacks.masking import make_masks
 from lightning_sparsefl.callbacks.options import check_arguments
 from lightning_sparsefl.callbacks.reparameterized import Reparameterized
 from lightning_sparsefl.callbacks.step_guard import StepGuard
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.apply import InPlaceMask
-from lightning_sparsefl.sparse.masks import check
 from lightning_sparsefl.types import Masks
 
 
@@ -78,7 +77,7 @@ class LayerFreezing(HoldingCallback):
         parameters: dict[str, Tensor] = dict(pl_module.named_parameters())
         trainable = renamed(self.trainable, parameters)
         require_initialized({name: parameters[name] for name in trainable if name in parameters}, "LayerFreezing")
-        check(trainable, parameters)
+        check_masks("LayerFreezing(trainable=...)", trainable, parameters)
         self._held = {name: parameters[name] for name, mask in trainable.items() if not mask.all()}
         self._freeze(parameters, trainable)
         if self._frozen and not any(parameter.requires_grad for parameter in parameters.values()):

@@ -72,6 +72,13 @@ class LossSquares(NumberedCallback):
         """Return the sum and the number of batches."""
         return {"total": float(self._total), "batches": self._batches}
 
+    def on_save_checkpoint(self, trainer: Any, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Store the mean of the sums of all processes, each of which goes on with it."""
+        if trainer.world_size > 1:
+            total = torch.as_tensor(self._total, device=pl_module.device)
+            mean = float(trainer.strategy.reduce(total, reduce_op="mean"))
+            checkpoint["callbacks"][self.state_key] = {**self.state_dict(), "total": mean}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the sum of a checkpoint."""
         self._total, self._batches = state_dict["total"], state_dict["batches"]

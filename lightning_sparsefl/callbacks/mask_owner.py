@@ -15,7 +15,7 @@ from lightning_sparsefl.callbacks.holding import HoldingCallback
 from lightning_sparsefl.callbacks.layers import choose, pattern_list, plain_name, require_maskable
 from lightning_sparsefl.callbacks.spawned import ReturnedState, is_spawned
 from lightning_sparsefl.errors import IncompatibleMasks, InvalidOption
-from lightning_sparsefl.sparse.masks import dense_like, pack, unpack
+from lightning_sparsefl.sparse.masks import check, dense_like, pack, unpack
 from lightning_sparsefl.types import Masks, Weights
 
 warning_cache = WarningCache()
@@ -245,6 +245,33 @@ def renamed(tensors: Mapping[str, Tensor], like: Iterable[str]) -> dict[str, Ten
     """
     names = {plain_name(name): name for name in like}
     return {names.get(plain_name(name), name): tensor for name, tensor in tensors.items()}
+
+
+def check_masks(owner: str, masks: Masks, weights: Weights, of_earlier_fit: bool = False) -> None:
+    """Check that masks fit the weights they name, and name their owner where they do not.
+
+    Args:
+        owner: Class of the callback, with the option that has the masks.
+        masks: Bool tensors by name.
+        weights: Tensors of the module by name.
+        of_earlier_fit: Whether the masks are those of an earlier fit or of a checkpoint.
+
+    Raises:
+        IncompatibleMasks: If one does not fit.
+
+    Example:
+        >>> import torch
+        >>> check_masks("StaticMask", {"w": torch.tensor([True])}, {"w": torch.zeros(2)}, of_earlier_fit=True)
+        Traceback (most recent call last):
+        lightning_sparsefl.errors.IncompatibleMasks: `StaticMask`: The mask of `w` has shape (1,), expected (2,). It \
+is that of an earlier fit or of a checkpoint; use a new callback for another module.
+    """
+    try:
+        check(masks, weights)
+    except IncompatibleMasks as error:
+        earlier = "It is that of an earlier fit or of a checkpoint; use a new callback for another module."
+        text = f"`{owner}`: {error}"
+        raise IncompatibleMasks(f"{text} {earlier}" if of_earlier_fit else text) from None
 
 
 def of_parameters(tensors: Weights, module: nn.Module, owner: str, option: str) -> dict[str, Tensor]:

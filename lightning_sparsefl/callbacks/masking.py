@@ -14,11 +14,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_sparsefl.callbacks.layers import plain_name, stepped_by
-from lightning_sparsefl.callbacks.mask_owner import MaskOwner, warning_cache
+from lightning_sparsefl.callbacks.mask_owner import MaskOwner, check_masks, warning_cache
 from lightning_sparsefl.callbacks.step_guard import StepGuard, StepListener
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.sparse.apply import InPlaceMask
-from lightning_sparsefl.sparse.masks import check
 from lightning_sparsefl.types import Masks, Weights
 
 _STILL = frozenset(
@@ -117,7 +116,8 @@ class MaskingCallback(MaskOwner):
             self._made, self._drawn_by, self._fresh = True, self.draw_options(), True
             if not any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks):  # which thaw weights
                 self.warn_of_frozen(parameters)
-        check(self.masks, parameters)
+        name, given = type(self).__name__, self._given is not None
+        check_masks(f"{name}(masks=...)" if given else name, self.masks, parameters, not fresh and not given)
         self._check(trainer, module)
         weights = {name: parameters[name] for name in self.masks}
         self.masks = {name: mask.to(weights[name].device) for name, mask in self.masks.items()}

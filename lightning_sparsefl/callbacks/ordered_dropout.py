@@ -184,7 +184,7 @@ class OrderedDropout(ReportedCallback):
         if not groups:
             raise InvalidOption(
                 f"`OrderedDropout` finds no units in `{type(module).__name__}`; expected linear or convolutional "
-                "layers whose outputs another such layer reads."
+                "layers whose outputs another such layer reads, without parametrizations or adapters between them."
             )
         for (name, reads), gates in gates_of(module, groups, self.rates).items():
             layer = self._layers[name] = module.get_submodule(name)

@@ -184,7 +184,7 @@ class Reparameterized(HoldingCallback):
         if unknown is not None:
             raise IncompatibleMasks(f"`{type(self).__name__}`: `{unknown}` in theta is not a parameter of the module.")
         require_dense_gradients(pl_module, names, type(self).__name__)
-        require_maskable(pl_module, names, type(self).__name__, by_layers=not self.given)
+        require_maskable(pl_module, names, type(self).__name__, by_layers=not self.given, act="train")
         self._refuse_complex(parameters, names)
         self._refuse_others(trainer, names)
         self._refuse_masks(trainer, pl_module, names)

@@ -144,6 +144,8 @@ def _trace(module: nn.Module, inputs: tuple[Any, ...], ignore: Sequence[str], em
         # a compiled layer would trace the labelling too, and recompile for labels that are made anew
         with torch.compiler.set_stance("force_eager"), evaluating(module), _states_noted(module, trace), trace:
             outputs = module(*arguments, **named)
+    except InvalidOption:
+        raise
     except Exception as error:
         shapes = ", ".join(str(tuple(value.shape)) for value in tensors(inputs))
         packed = len(inputs) == 1 and isinstance(inputs[0], tuple)

@@ -47,8 +47,25 @@ def test_a_trainer_that_goes_on_has_missed_no_epoch(net, fit, loader):
     late, trainer.fit_loop.max_epochs = GlobalMagnitudePruning(fraction=0.5, epochs=[0]), 3
     trainer.callbacks.remove(callback)
     trainer.callbacks.append(late)
-    with pytest.warns(UserWarning, match=r"before epochs \[0\] pruned"):
+    with pytest.warns(UserWarning, match=r"epochs \[0\]") as said:
         trainer.fit(module, loader())
+    for words in ("does not prune at epochs [0], since the fit begins with epoch 2", "before epochs [0] pruned"):
+        assert any(words in str(each.message) for each in said)
+
+
+def test_epochs_before_the_first_one_of_a_fit_are_named_also_where_later_ones_prune(net, fit, loader):
+    module = net()
+    trainer = fit(module, [], epochs=1)
+    callback, trainer.fit_loop.max_epochs = GlobalMagnitudePruning(fraction=0.5, epochs=[0, 1]), 2
+    trainer.callbacks.append(callback)
+    with pytest.warns(UserWarning, match=r"epochs \[0\]") as said:
+        trainer.fit(module, loader())
+    assert any("(epochs=[0, 1])` does not prune at epochs [0]" in str(each.message) for each in said)
+    assert kept(callback.masks) == after(0.5, 1)
+    assert callback.shortfall() == "at density 0.5, before epochs [0] pruned"
+    again = GlobalMagnitudePruning(fraction=0.5, epochs=[0, 1])
+    again.load_state_dict(callback.state_dict())
+    assert again.shortfall() == callback.shortfall()
 
 
 def test_one_shot_leaves_the_largest(net, fit, by_hand, recipe):

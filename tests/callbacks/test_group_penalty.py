@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 
 import pytest
@@ -201,6 +202,22 @@ def test_the_penalty_of_scales_joins_the_loss(net, fit, by_hand, recipe):
 def test_a_module_without_scales_is_refused(net, fit):
     with pytest.raises(InvalidOption, match=r"finds no norm with weights in `Net`; expected one, or other `groups`"):
         fit(net(), [GroupPenalty(groups="scales")])
+
+
+@pytest.mark.parametrize("strength", [math.inf, -math.inf, math.nan])
+def test_a_strength_that_is_not_finite_is_refused(strength):
+    with pytest.raises(InvalidOption, match="expected a"):
+        GroupPenalty(strength=strength)
+
+
+def test_a_module_without_units_is_refused(net, fit):
+    module = net()
+    module.example_input_array = torch.zeros(1, 4)
+    module.forward = module.net.forward
+    torch.nn.utils.parametrizations.weight_norm(module.net[2])
+    torch.nn.utils.parametrizations.weight_norm(module.net[0])
+    with pytest.raises(InvalidOption, match=r"groups='units'\)` finds no units in `.*without parametrizations"):
+        fit(module, [GroupPenalty(groups="units")], epochs=1)
 
 
 def test_groups_of_one_module_have_different_state_keys(net):

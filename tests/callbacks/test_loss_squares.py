@@ -3,6 +3,7 @@ from __future__ import annotations
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -58,9 +59,34 @@ class Own(Module):
         return 0 * self.net(batch[0]).sum() + batch[0].mean()
 
 
-def test_with_several_processes_the_mean_is_over_all_of_them(monkeypatch):
+@pytest.fixture
+def no_processes(monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_several_processes_go_on_from_a_checkpoint_with_the_sums_of_all(no_processes, tmp_path):
+    logged = []
+    for epochs in ((2,), (1, 2)):  # a straight fit, and one that is resumed
+        for limit in epochs:
+            trainer = L.Trainer(
+                max_epochs=limit,
+                devices=2,
+                strategy="ddp_fork",
+                accelerator="cpu",
+                logger=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                callbacks=[LossSquares(), ModelCheckpoint(tmp_path / str(len(epochs)), save_last=True)],
+            )
+            path = tmp_path / str(len(epochs)) / "last.ckpt" if limit != epochs[0] else None
+            trainer.fit(Own(), DataLoader(TensorDataset(torch.tensor([[1.0] * 3, [3.0] * 3]))), ckpt_path=path)
+        logged.append(float(trainer.callback_metrics["train_loss_sq"]))
+    assert logged == [5.0, 5.0]
+
+
+def test_with_several_processes_the_mean_is_over_all_of_them(no_processes):
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
     options = {"max_epochs": 1, "devices": 2, "strategy": "ddp_fork", "enable_checkpointing": False}
     trainer = L.Trainer(**quiet, **options, callbacks=[LossSquares()])
