@@ -136,17 +136,17 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def is_finite(value: Any) -> bool:
-    """Return whether a value is no infinite number and no NaN.
+def is_infinite(value: Any) -> bool:
+    """Return whether a value is an infinite number, which most bounds of options do not exclude.
 
     Args:
         value: Value of an option, of any type.
 
     Example:
-        >>> is_finite(0.5), is_finite(float("inf")), is_finite("inf")
-        (True, False, True)
+        >>> is_infinite(0.5), is_infinite(float("-inf")), is_infinite("inf")
+        (False, True, False)
     """
-    return not is_number(value) or math.isfinite(value)
+    return is_number(value) and math.isinf(value)
 
 
 def check_types(options: Any, prefix: str) -> None:
@@ -174,7 +174,7 @@ def check_types(options: Any, prefix: str) -> None:
     for name, (fits, expected) in type_checks(options.__class__).items():
         value = getattr(options, name)
         require(fits(value), f"{prefix}{name}", value, expected)
-        require(is_finite(value), f"{prefix}{name}", value, "a finite number")
+        require(not is_infinite(value), f"{prefix}{name}", value, "a finite number")
 
 
 @cache  # by the class or function: annotations of `Literal` are equal in any order of their values

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_sparsefl.callbacks.clock import StepClock
-from lightning_sparsefl.errors import InvalidOption, is_finite, is_number, is_whole, type_checks
+from lightning_sparsefl.errors import InvalidOption, is_infinite, is_number, is_whole, type_checks
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.conv1d import inputs_come_first
 from lightning_sparsefl.sparse.density import ceil_count, erk, explicit, floor_count, kept_counts, listed, uniform
@@ -69,7 +69,7 @@ def check_arguments(initialize: Callable[_P, None]) -> Callable[_P, None]:
             if name in checks:
                 fits, expected = checks[name]
                 require(fits(value), type(callback).__name__, name, value, expected)
-                require(is_finite(value), type(callback).__name__, name, value, "a finite number")
+                require(not is_infinite(value), type(callback).__name__, name, value, "a finite number")
 
     @wraps(initialize)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:

@@ -413,7 +413,7 @@ def test_what_does_not_fit_is_refused(net, fit):
 
 
 def test_weights_whose_zeros_are_others_are_refused(net, fit):
-    message = r"`MagnitudeGate` cannot mask `net\.0\.weight`, which the parametrization `_WeightNorm` computes from"
+    message = r"`MagnitudeGate` cannot train `net\.0\.weight`, which the parametrization `_WeightNorm` computes from"
     first = nn.utils.parametrizations.weight_norm(nn.Linear(4, 9))
     for callback, remedy in (
         (MagnitudeGate(0.1), r"; take the layer away with '!net\.0\.\*' in `layers`, or remove"),

@@ -119,6 +119,11 @@ class StackedCallback:
         """
         return True
 
+    @property
+    def writes_between(self) -> bool:
+        """Whether the callback may write weights at the start or the end of a batch."""
+        return False
+
     def phase(self, steps: int) -> Hashable:
         """Return what must agree for clients to step together.
 
@@ -195,6 +200,13 @@ class StackedCallback:
 
     def after_step(self, leaves: Leaves) -> None:
         """Act on the weights, after the optimizer's step."""
+
+    def without_step(self, leaves: Leaves) -> None:
+        """Act after a batch whose gradients only wait for those of the next one.
+
+        Args:
+            leaves: Weights of the clients, with the gradients since their last step.
+        """
 
     def after_batch(self, batch: StackedPass) -> None:
         """Act at the end of a batch, when all callbacks have acted on the weights.

@@ -67,6 +67,16 @@ class LastingZeros:
         if any(leaves[name]._version != version for name, version in self._versions.items()):
             _zero(leaves, masks)
 
+    def without_step(self, leaves: Leaves, masks: Mapping[str, InPlaceMask]) -> None:
+        """Zero the weights of some clients after a batch without a step, if it may have written them.
+
+        Args:
+            leaves: Weights of the clients of the batch.
+            masks: Masks of these clients.
+        """
+        self.before_step(leaves, masks)
+        self.after_step(leaves, masks)
+
     def after_step(self, leaves: Leaves, masks: Mapping[str, InPlaceMask]) -> None:
         """Zero the weights of some clients after a step of the optimizer, unless they still are 0.
 

@@ -65,6 +65,10 @@ class StackedMask(StackedCallback):
         """Zero the weights that are not held, unless they are 0 by themselves."""
         self.zeros.after_step(leaves, self.stencils)
 
+    def without_step(self, leaves: Leaves) -> None:
+        """Zero the weights that are not held, if they may have been written."""
+        self.zeros.without_step(leaves, self.stencils)
+
     def end_epoch(self) -> None:
         """Zero the weights that are not held, however they have been written."""
         self.zeros.restore()
@@ -80,6 +84,7 @@ class StackedFeedback(StackedCallback):
         self.stencils: dict[str, InPlaceMask] = {}
         self.pruned: dict[str, Tensor] = {}
         self._whole: Leaves = {}
+        self._versions: dict[str, int] = {}
 
     @property
     def makes_masks(self) -> bool:
@@ -103,11 +108,23 @@ class StackedFeedback(StackedCallback):
         for name, stencil in self.stencils.items():
             stencil.zero_(self._whole[name])
 
+    def before_batch(self, batch: StackedPass) -> None:
+        """Store the state of the weights."""
+        self._versions = {name: batch.leaves[name]._version for name in self.stencils}
+
     @torch.no_grad()
     def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
-        """Make the weights dense."""
+        """Zero the weights that are not held if they have been written, and make the weights dense."""
+        if any(leaves[name]._version != version for name, version in self._versions.items()):
+            self.without_step(leaves)
         for name, pruned in self.pruned.items():
             leaves[name].add_(pruned)
+
+    @torch.no_grad()
+    def without_step(self, leaves: Leaves) -> None:
+        """Zero the weights that are not held, which the batch may have written; what was pruned of them stays."""
+        for name, stencil in self.stencils.items():
+            stencil.zero_(leaves[name])
 
     @torch.no_grad()
     def after_step(self, leaves: Leaves) -> None:

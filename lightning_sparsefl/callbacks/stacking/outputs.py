@@ -114,6 +114,8 @@ class StackedExits(StackedOutputs):
     def __init__(self, callbacks: Sequence[EarlyExits], module: Any) -> None:
         super().__init__(module)
         self.exits, self.depth = callbacks[0], callbacks[0].depth
+        parts: int = module.trainer.accumulate_grad_batches
+        self._strength = callbacks[0].strength / parts  # as the loss is divided
         self._before: int | None = None
 
     def start(self, leaves: Leaves) -> None:
@@ -138,7 +140,7 @@ class StackedExits(StackedOutputs):
         if not self.exits.distills:
             return slope
         logits = [self._now.logits[at].to(slope.dtype) for at in range(self.depth)]
-        return slope + torch.vmap(self.exits.slopes)(logits)[place] * self.exits.strength
+        return slope + torch.vmap(self.exits.slopes)(logits)[place] * self._strength
 
     def release(self) -> None:
         """Remove the hooks, and restore the depth."""

@@ -136,7 +136,8 @@ class _Row:
     def __init__(self, callback: Callback, module: LightningModule, trainer: Any, total: int) -> None:
         self.callback, self._module, self._of, self._total = callback, module, trainer, total
         self.companions: Sequence[Callback] = [callback]
-        self.batches = total // max(1, trainer.max_epochs)
+        self.batches = total
+        """Number of batches of an epoch; replaced in :meth:`StackedRows.join`."""
         self.viewed = False
 
     def view(self, leaves: Leaves, place: int) -> None:
@@ -251,6 +252,12 @@ class StackedRows(StackedCallback):
         """Whether the callbacks mask; see :class:`StackedCallback`."""
         return isinstance(self.places[0].callback, MaskingCallback)
 
+    @property
+    def writes_between(self) -> bool:
+        """Whether the callbacks act at the start or the end of a batch; see :class:`StackedCallback`."""
+        hooks = ("on_train_batch_start", "on_train_batch_end")
+        return any(is_overridden(hook, self.places[0].callback, Callback) for hook in hooks)
+
     def rows(self, low: int, high: int) -> StackedRows:
         """Return the part for some clients; see :class:`StackedCallback`."""
         part = cast(StackedRows, super().rows(low, high))
@@ -315,6 +322,11 @@ class StackedRows(StackedCallback):
         for row in self.places:
             row.optimizer.step()
             row.trainer.global_step += 1
+
+    def without_step(self, leaves: Leaves) -> None:
+        """Show the gradients that wait for the next batch."""
+        for place, row in enumerate(self.places):
+            row.show(leaves, place)
 
     def after_batch(self, batch: StackedPass) -> None:
         """Call the hook after a batch."""

@@ -126,6 +126,7 @@ def build_fabric(
         _check_launched(_launched_local_size(), count, "on this machine")
     else:
         _check_launched(launched_world_size(), fabric.world_size if local is None else count * num_nodes)
+    _check_started(count * num_nodes)
     return fabric
 
 
@@ -152,6 +153,26 @@ def _fabric(**options: Any) -> Fabric:
             ) from error
         asked = ", ".join(f"{name}={value!r}" for name, value in options.items() if name != "strategy")
         raise InvalidOption(f"Lightning Fabric does not accept `trainer` with {asked}: {error}") from error
+
+
+def _check_started(configured: int) -> None:
+    """Raise if this process was started for a run with another number of processes.
+
+    Without a launcher, rank 0 starts the script once more for each other rank, which comes to all runs of the script.
+
+    Raises:
+        WorldSizeMismatch: If this run has another number of processes. Rank 0 may do a run of one process alone.
+    """
+    size, rank = os.environ.get("WORLD_SIZE", ""), os.environ.get("LOCAL_RANK", "")
+    if launched_world_size() is not None:
+        return
+    if not (size.isdecimal() and rank.isdecimal()) or int(size) == configured or (configured == 1 and int(rank) == 0):
+        return
+    raise WorldSizeMismatch(
+        f"This process is rank {rank} of {size} that one run of the script has started, and each of them runs the "
+        f"whole script; but `trainer.devices` and `trainer.num_nodes` give {configured} here. Make them equal in all "
+        "runs of a script, or set `trainer.strategy: client_parallel_fork`, which does not run the script again."
+    )
 
 
 def _check_launched(launched: int | None, configured: int, where: str = "") -> None:

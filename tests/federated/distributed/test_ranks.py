@@ -80,6 +80,21 @@ def test_a_launchers_processes_are_spread_evenly_over_devices(launched):
         fabric(devices=2, workers_per_device=2)
 
 
+@pytest.mark.parametrize(("rank", "devices"), [(1, 1), (1, 3), (0, 3)])
+def test_a_process_that_was_started_for_a_run_of_another_size_is_told_so(rank, devices, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    with pytest.raises(WorldSizeMismatch, match=rf"rank {rank} of 2 .* whole script; .* give {devices} here"):
+        fabric(devices=devices)
+
+
+@pytest.mark.parametrize(("rank", "devices"), [(0, 1), (0, 2), (1, 2)])
+def test_a_process_that_was_started_for_a_run_of_this_size_goes_on(rank, devices, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    assert len(getattr(fabric(devices=devices).strategy, "parallel_devices", [CPU])) == devices
+
+
 def test_machines_of_torchrun_may_differ_and_leave(launched):
     launched(1, 2, 4)
     built = fabric(num_nodes=2)  # as it was when the job began

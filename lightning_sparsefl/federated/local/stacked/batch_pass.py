@@ -47,6 +47,8 @@ class BatchPass:
         self.part, self.batch, self.number, self.log, self.steps = part, batch, number, log, steps
         self.metrics = metrics
         self._caller, self._level = caller, 0
+        self.parts = 1
+        """Number of batches whose gradients make one optimizer step, by which Lightning divides the loss."""
         self.losses = torch.empty(0)
         """Losses of the training step, one for each client."""
         self.outputs: dict[str, Any] = {}
@@ -62,15 +64,16 @@ class BatchPass:
         return self.part.leaves
 
     def train(self) -> Tensor:
-        """Run the training step, and return the losses.
+        """Run the training step, and return the losses, each divided by :attr:`parts`.
 
         Raises:
             NotStackable: If the training step does something that has no meaning for several clients at once.
         """
         self.losses, beside = self._run(self.part, self.batch)
+        parted = self.losses if self.parts == 1 else self.losses / self.parts
         if self.has_outputs:
-            self.outputs = {**beside, "loss": self.losses.detach().clone()}
-        return self.losses
+            self.outputs = {**beside, "loss": parted.detach().clone()}
+        return parted
 
     def _run(self, part: StackedModule, given: Any) -> tuple[Tensor, Mapping[str, Any]]:
         """Return the losses of the training step, and what it returns beside them."""

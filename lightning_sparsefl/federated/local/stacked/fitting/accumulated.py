@@ -39,7 +39,7 @@ class AccumulatedGradients:
 
     @torch.no_grad()
     def add_to(self, low: int, high: int, leaves: Mapping[str, Tensor]) -> None:
-        """Add the sums to the gradients of a batch, each a fraction of the loss's gradient as in Lightning.
+        """Add the sums to the gradients of a batch.
 
         Args:
             low: First client.
@@ -50,8 +50,6 @@ class AccumulatedGradients:
             NotStackable: If some of the clients alone have had a gradient of a weight.
         """
         for name, leaf in leaves.items():
-            if leaf.grad is not None:
-                leaf.grad = leaf.grad / self.batches
             has = set(self._has.get(name, [False])[low:high])
             if len(has) > 1:
                 raise NotStackable(f"accumulates gradients of `{name}` for some of the clients alone")
@@ -61,7 +59,7 @@ class AccumulatedGradients:
 
     @torch.no_grad()
     def keep(self, low: int, high: int, leaves: Mapping[str, Tensor]) -> None:
-        """Keep the gradients for the next batch.
+        """Keep the gradients for the next batch; those of the leaves are then views of the sums.
 
         Args:
             low: First client.
@@ -73,7 +71,8 @@ class AccumulatedGradients:
                 if name not in self._sums:
                     self._sums[name] = leaf.grad.new_zeros(self._size, *leaf.shape[1:])
                     self._has[name] = [False] * self._size
-                self._sums[name][low:high] = leaf.grad
+                rows = self._sums[name][low:high]
+                leaf.grad = rows.copy_(leaf.grad)
             if name in self._has:
                 self._has[name][low:high] = [leaf.grad is not None] * (high - low)
 

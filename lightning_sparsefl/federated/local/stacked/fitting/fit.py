@@ -270,7 +270,8 @@ class StackedFit:
         by_identity |= {id(tensor): leaf for tensor, leaf in self._add_further(trainer.optimizers[0])}
         if not stepped_by(trainer.optimizers[0]) <= by_identity.keys():
             raise NotStackable("is followed by an optimizer of other tensors than the module's real parameters")
-        self.optimizer = StackedOptimizer(trainer.optimizers[0], by_identity, self.size)
+        accumulates = self._accumulated is not None
+        self.optimizer = StackedOptimizer(trainer.optimizers[0], by_identity, self.size, accumulates)
         stepped = stepped_by(trainer.optimizers[0])
         self._stepped = [name for name, leaf in leaves.items() if id(leaf) in stepped]
         chain = [callback for callback, _ in self._callbacks]
@@ -513,6 +514,7 @@ class StackedFit:
         if part is not self.whole:
             callbacks = [callback.rows(low, high) for callback in callbacks]
         one, recorded = self._pass_of(step, clients, low, high, batch, number), None
+        one.parts = self.trainer.accumulate_grad_batches
         one.has_outputs = "on_train_batch_end" in self.trainer.hooks.overridden
         self._start_batch(callbacks, one)
         if self._recorder is None:
@@ -520,7 +522,9 @@ class StackedFit:
         else:
             training = TrainingPass(one, self.module, self.optimizer.optimizer, lambda: self._pass(one, callbacks))
             recorded = self._recorder.do(training)
-        self._add_accumulated(one, low, high)
+        if self._accumulated is not None:
+            self._accumulated.add_to(low, high, part.leaves)
+            one.has_own_gradients = True
         for callback in callbacks:
             callback.after_backward(one)
         log.collect()
@@ -529,17 +533,10 @@ class StackedFit:
             self._step(callbacks, one, clients.rows, None if one.has_own_gradients else recorded)
         elif self._accumulated is not None:
             self._accumulated.keep(low, high, part.leaves)
+            for callback in callbacks:
+                callback.without_step(part.leaves)
         self._mask_after_hooks()  # hooks may have written gradients under masks
         return partial(self._end_batch, callbacks, one)
-
-    def _add_accumulated(self, one: BatchPass, low: int, high: int) -> None:
-        """Add the gradients of the batches since the clients' last step, if gradients are accumulated."""
-        if self._accumulated is None:
-            return
-        self._accumulated.add_to(low, high, one.leaves)
-        one.has_own_gradients = True
-        if one.outputs:
-            one.outputs["loss"] = one.outputs["loss"] / self._accumulated.batches  # as Lightning shows it to hooks
 
     def _step(
         self,
@@ -571,6 +568,7 @@ class StackedFit:
         self._mask_after_hooks()
         for callback in callbacks:
             callback.before_batch(one)
+        self._hooked = self._hooked or any(callback.writes_between for callback in callbacks)
         if self._batch_hook("on_train_batch_start", one) == -1:
             raise NotStackable("is preceded by `on_train_batch_start`, which ends the epoch of a client")
         self._mask_after_hooks()

@@ -69,10 +69,14 @@ class StackedOptimizer:
         optimizer: Optimizer that was made for the module's own tensors; pointed at the leaves here.
         leaves: Leaf with the clients in dimension 0, by the identity of the module's own tensor.
         size: Number of clients.
+        accumulates: Whether a step is made of the gradients of several batches, so that clients who have taken equal
+            numbers of steps need not have had gradients of the same parameters in them.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, leaves: Mapping[int, Tensor], size: int) -> None:
-        self.optimizer, self.size = optimizer, size
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, leaves: Mapping[int, Tensor], size: int, accumulates: bool = False
+    ) -> None:
+        self.optimizer, self.size, self._accumulates = optimizer, size, accumulates
         self.taken = [0] * size
         """Number of steps that each client has taken."""
         state = {}
@@ -123,6 +127,8 @@ class StackedOptimizer:
 
     def _kept(self, low: int, high: int) -> list[Hashable]:
         """Return for each client what decides which others it can step with."""
+        if self._shares and self._accumulates:
+            return [_key_of(shared) for shared in self._shared[low:high]]
         if self._shares:
             return list(self.taken[low:high])
         return list(zip(*(moved[low:high] for moved in self._moved.values()), strict=True))
@@ -247,6 +253,11 @@ class StackedOptimizer:
             if entries:
                 copies = {key: value.clone() if isinstance(value, Tensor) else value for key, value in entries.items()}
                 optimizer.state[leaf].update(copies)
+
+
+def _key_of(shared: Shared) -> Hashable:
+    """Return the values that an optimizer keeps beside tensors of the weights' shape."""
+    return tuple(tuple((key, float(value)) for key, value in entries.items()) for entries in shared)
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

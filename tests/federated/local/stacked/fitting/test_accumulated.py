@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
-from lightning_sparsefl import PFedMe
+from lightning_sparsefl import FedDIP, FedMef, FedSpa, PFedMe
+from lightning_sparsefl.callbacks import StaticMask
 from lightning_sparsefl.federated.local.stacked.fitting.accumulated import AccumulatedGradients
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 from tests.federated.local.stacked.test_odd_modules import Plain, check, said_alone
@@ -62,6 +64,36 @@ class HasTwoHeads(Plain):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
+class HasTwoHeadsOfAdam(HasTwoHeads):
+    """Takes equal numbers of steps of which the same head has other numbers, from 3 and from 4 batches."""
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Clamp(torch.autograd.Function):
+    """Limits the gradients of activations, so that a part of the loss has more than its part of them."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, slope):
+        return slope.clamp(-0.1, 0.1)
+
+
+class Clamps(Plain):
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.net[2](Clamp.apply(self.net[:2](batch[0]))), batch[1])
+
+
 class CountsSteps(Plain):
     """Weighs its loss by the number of optimizer steps."""
 
@@ -80,11 +112,104 @@ class WarmsUp(Plain):
 
 
 @pytest.mark.parametrize("parts", [2, 3])
-@pytest.mark.parametrize("kind", [Plain, LogsNorms, ReplacesGradients, ReadsLosses, HasTwoHeads, CountsSteps, WarmsUp])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(Plain, LogsNorms, ReplacesGradients, ReadsLosses, HasTwoHeads, HasTwoHeadsOfAdam, Clamps, CountsSteps),
+        WarmsUp,
+    ],
+)
 def test_gradients_are_accumulated_as_those_of_one_client(kind, parts, tmp_path):
     sizes, said = check(kind, tmp_path, max_epochs=3, accumulate_grad_batches=parts, gradient_clip_val=1.0)
     assert sum(sizes) >= 4
     assert not said_alone(said) or kind is WarmsUp  # of clients with other numbers of batches than all others
+
+
+class WritesMasked(Plain):
+    """Writes into a weight that a method masks, before the loss."""
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.net[2].weight.add_(0.01)
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("algorithm", [FedSpa(density=0.5), FedDIP(density=0.5), FedMef(density=0.3)])
+def test_weights_under_masks_that_a_batch_without_a_step_writes(algorithm, parts, tmp_path):
+    sizes, _ = check(WritesMasked, tmp_path, accumulate_grad_batches=parts, algorithm=algorithm)
+    assert sizes
+
+
+class ScalesAtEnd(Callback):
+    """Scales the gradients that a batch has left."""
+
+    stackable = True
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        scale(pl_module)
+
+
+class ScalesAtStart(Callback):
+    stackable = True
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        scale(pl_module)
+
+
+class ReadsAtEnd(Callback):
+    """Decays weights by the norm of the gradients that the last batch has left."""
+
+    stackable = True
+
+    def on_fit_start(self, trainer, pl_module):
+        self.norm = 0.0
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.norm = float(pl_module.net[0].weight.grad.norm())
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        for parameter in pl_module.parameters():
+            parameter.grad.add_(parameter.detach(), alpha=0.1 * self.norm)
+
+
+class WritesAtEnd(Callback):
+    stackable = True
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        write(pl_module)
+
+
+class WritesAfterBackward(Callback):
+    stackable = True
+
+    def on_after_backward(self, trainer, pl_module):
+        write(pl_module)
+
+
+def scale(module):
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+@torch.no_grad()
+def write(module):
+    module.net[2].weight.add_(0.01)
+
+
+def mask():
+    kept = torch.rand(4, 6, generator=torch.Generator().manual_seed(0)) < 0.5
+    return StaticMask(masks={"net.2.weight": kept})
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("kind", [ScalesAtEnd, ScalesAtStart, ReadsAtEnd, WritesAtEnd, WritesAfterBackward])
+def test_callbacks_see_gradients_that_wait_and_masks_hold_what_they_write(kind, parts, tmp_path):
+    for place, callbacks in enumerate(([kind(), mask()], [mask(), kind()])):
+        folder = tmp_path / str(place)
+        sizes, _ = check(Plain, folder, accumulate_grad_batches=parts, client_callbacks=callbacks)
+        assert sizes
 
 
 def test_a_method_that_acts_on_each_batch_trains_its_clients_one_after_another(tmp_path):
