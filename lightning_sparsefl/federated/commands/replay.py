@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from lightning_sparsefl.errors import ClientFailed, InvalidOption
 from lightning_sparsefl.federated.aggregation.reducers import voted
 from lightning_sparsefl.federated.commands.client_number import client_number
 from lightning_sparsefl.federated.commands.run import Run
+from lightning_sparsefl.federated.fleet import names_of
 from lightning_sparsefl.federated.rounds.cohort import RankCohort, raise_failure
 from lightning_sparsefl.federated.rounds.outcome import Outcome
 from lightning_sparsefl.federated.storage.checkpoint import Checkpoint
@@ -173,8 +175,16 @@ def _check_client(run: Run, state: RunState, client: int, round: int) -> None:
         )
     cohort = run.server.draw.cohort(replace(state, server=replace(state.server, round=round))).trained
     if client not in cohort:
-        listed = ", ".join(map(str, cohort[:20])) + (", ..." if len(cohort) > 20 else "")
-        raise InvalidOption(f"`client` is {client}, which does not train in round {round}; expected one of {listed}.")
+        names = names_of(run.data)
+        listed = ", ".join(_named(each, names) for each in cohort[:20]) + (", ..." if len(cohort) > 20 else "")
+        raise InvalidOption(
+            f"`client` is {_named(client, names)}, which does not train in round {round}; expected one of {listed}."
+        )
+
+
+def _named(client: int, names: Sequence[str]) -> str:
+    """Return the number of a client, with its name if it has one."""
+    return f"{client} ({names[client]})" if 0 <= client < len(names) else str(client)
 
 
 def replay_command(error: ClientFailed, folder: Path, last: Path) -> str:

@@ -517,6 +517,7 @@ def test_the_sentence_of_a_failure_runs_the_same_fit_again(engine, trainer, tmp_
     assert dict(again.rows())["its weight in the merge"] == "1"
 
 
+@pytest.mark.filterwarnings("ignore:.*was written with `data.client_names`")
 def test_which_rounds_and_clients_can_be_run_again(trainer):
     few = {"clients_per_round": 2}
     run = trainer(FedAvg(), federation=few)
@@ -531,6 +532,11 @@ def test_which_rounds_and_clients_can_be_run_again(trainer):
     ):
         with pytest.raises(InvalidOption, match=said):
             later.replay(mlp(), blobs(), "last", **options)
+    named, other = blobs(), next(client for client in range(6) if client not in _cohort(later, 3))
+    named.client_names = [f"ward {client}" for client in range(6)]
+    expected = ", ".join(rf"{client} \(ward {client}\)" for client in _cohort(later, 3))
+    with pytest.raises(InvalidOption, match=rf"is {other} \(ward {other}\), which .*; expected one of {expected}\.$"):
+        later.replay(mlp(), named, "last", client=f"ward {other}")
     assert run.replay(mlp(), blobs(), "last", client=_drawn(run, 2)).round == 2
     (run.run_folder / "checkpoints" / "previous.ckpt").unlink()
     with pytest.raises(InvalidOption, match="none, since it has finished"):
@@ -541,8 +547,12 @@ def test_which_rounds_and_clients_can_be_run_again(trainer):
     assert straight.norm > 0
 
 
+def _cohort(run, round):
+    return uniform_cohort(0, round, range(6), run.federation.clients_per_round)
+
+
 def _drawn(run, round):
-    return uniform_cohort(0, round, range(6), run.federation.clients_per_round)[0]
+    return _cohort(run, round)[0]
 
 
 class Dying(MLP):
