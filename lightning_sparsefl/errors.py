@@ -146,7 +146,7 @@ def is_infinite(value: Any) -> bool:
         >>> is_infinite(0.5), is_infinite(float("-inf")), is_infinite("inf")
         (False, True, False)
     """
-    return is_number(value) and math.isinf(value)
+    return is_number(value) and value in (math.inf, -math.inf)
 
 
 def check_types(options: Any, prefix: str) -> None:

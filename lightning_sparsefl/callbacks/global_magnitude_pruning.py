@@ -61,7 +61,7 @@ class GlobalMagnitudePruning(MaskingCallback):
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Prune anew in a new fit."""
         super().on_train_start(trainer, pl_module)
-        if not self.resumed:
+        if not self.resumed and self.fraction > 0:
             self._pruned_at = trainer.current_epoch - 1 if density(self.masks) < 1 else -1
             self._passed = [epoch for epoch in self.epochs if self._pruned_at < epoch < trainer.current_epoch]
         if self._passed and not self.resumed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 CONTAINERS = (dict, list, set, deque)
@@ -76,18 +76,37 @@ def containers_in(value: Any) -> list[Any] | None:
         [{'a': [1], 'b': (2, [3])}, [1], [3]]
         >>> containers_in(list(range(10_000)))
     """
+    found = _values_in(value)
+    return None if found is None else [each for each in found if issubclass(type(each), CONTAINERS)]
+
+
+def leaves_in(value: Any) -> list[Any]:
+    """Return the items of a container and of those in it that hold no others; a value of another kind is one itself.
+
+    Args:
+        value: Value of any kind. One with too many items has none.
+
+    Example:
+        >>> leaves_in({"a": [1], "b": (2, [3])}), leaves_in(1), leaves_in(list(range(10_000)))
+        ([1, 2, 3], [1], [])
+    """
+    return [each for each in _values_in(value) or () if not issubclass(type(each), HOLDERS)]
+
+
+def _values_in(value: Any) -> list[Any] | None:
+    """Return a value with all that is in it, each object once; None if containers have too many items."""
     found: dict[int, Any] = {}
     waiting, items = [value], 0
     for each in waiting:  # which grows
-        if not issubclass(type(each), HOLDERS) or id(each) in found:
+        if id(each) in found:
             continue
-        if not isinstance(each, tuple):
-            found[id(each)] = each
-        inner: Iterable[Any] = each.values() if isinstance(each, dict) else each
-        items += len(each)
-        if items >= LARGE:
-            return None
-        waiting += inner
+        found[id(each)] = each
+        if issubclass(type(each), HOLDERS):
+            inner: Iterable[Any] = each.values() if isinstance(each, dict) else each
+            items += len(each)
+            if items >= LARGE:
+                return None
+            waiting += inner
     return list(found.values())
 
 
@@ -133,12 +152,6 @@ class ContainerStates:
             if id(each) not in self._before:
                 self._before[id(each)] = (each, content_of(each), name)
         return True
-
-    def items(self) -> Iterator[tuple[Any, str]]:
-        """Iterate over the items and values of the containers, each with the name of what has them."""
-        for _, content, name in self._before.values():
-            for item in content.values() if isinstance(content, dict) else content:
-                yield item, name
 
     def restore(self) -> list[str]:
         """Restore the contents, and return the names of values that had others."""

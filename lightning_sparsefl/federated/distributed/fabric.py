@@ -126,7 +126,7 @@ def build_fabric(
         _check_launched(_launched_local_size(), count, "on this machine")
     else:
         _check_launched(launched_world_size(), fabric.world_size if local is None else count * num_nodes)
-    _check_started(count * num_nodes)
+    _check_started(count * num_nodes, strategy)
     return fabric
 
 
@@ -155,7 +155,7 @@ def _fabric(**options: Any) -> Fabric:
         raise InvalidOption(f"Lightning Fabric does not accept `trainer` with {asked}: {error}") from error
 
 
-def _check_started(configured: int) -> None:
+def _check_started(configured: int, strategy: str) -> None:
     """Raise if this process was started for a run with another number of processes.
 
     Without a launcher, rank 0 starts the script once more for each other rank, which comes to all runs of the script.
@@ -166,12 +166,16 @@ def _check_started(configured: int) -> None:
     size, rank = os.environ.get("WORLD_SIZE", ""), os.environ.get("LOCAL_RANK", "")
     if launched_world_size() is not None:
         return
-    if not (size.isdecimal() and rank.isdecimal()) or int(size) == configured or (configured == 1 and int(rank) == 0):
+    if not (size.isdecimal() and rank.isdecimal()):
+        return
+    again = strategy in ("auto", "client_parallel")  # how such a process was started
+    if (int(size) == configured and again) or (configured == 1 and int(rank) == 0):
         return
     raise WorldSizeMismatch(
         f"This process is rank {rank} of {size} that one run of the script has started, and each of them runs the "
-        f"whole script; but `trainer.devices` and `trainer.num_nodes` give {configured} here. Make them equal in all "
-        "runs of a script, or set `trainer.strategy: client_parallel_fork`, which does not run the script again."
+        f"whole script; but this run asks for {configured} (`trainer.devices` and `trainer.num_nodes`), with "
+        f"`trainer.strategy: {strategy}`. Make these equal in all runs of a script; with `client_parallel_fork` in all "
+        "of them the script runs once, and their numbers may differ."
     )
 
 

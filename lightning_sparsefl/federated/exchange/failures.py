@@ -7,11 +7,12 @@ import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 
 import torch
 from lightning.pytorch import LightningModule
 
-from lightning_sparsefl.errors import ClientFailed, InvalidOption, SparseFLError, nearest
+from lightning_sparsefl.errors import ClientFailed, InvalidOption, SparseFLError
 from lightning_sparsefl.sparse.density import listed
 from lightning_sparsefl.types import Masks
 
@@ -34,7 +35,10 @@ _SAYS_NO_METRIC = "conditioned on metric"
 """Text of Lightning's errors for a scheduler or callback that monitors a metric which is not there."""
 _METRIC = re.compile(_SAYS_NO_METRIC + r" [`']?([^\s`']+)[`']?(.*)", re.DOTALL)
 """The name of that metric, and the text after it, which quotes the names of those that are there."""
-_SAYS_NO_LOGGER = re.compile(r"'NoneType' object has no attribute '(experiment|log_\w+|save_dir)'")
+_ALIKE = 0.8
+"""Least similarity of the name of a metric that is suggested, which `train_loss` does not have to `val_loss`."""
+_LOGS = "metrics|hyperparams|image|text|table|audio|video|graph|dir"
+_SAYS_NO_LOGGER = re.compile(rf"'NoneType' object has no attribute '(experiment|log_({_LOGS})|save_dir)'")
 """Text of Python's error for the use of `self.logger`, which is None in the work of a client and in evaluations."""
 
 
@@ -143,11 +147,14 @@ def _remedy_of_metric(said: str) -> str:
     Example:
         >>> _remedy_of_metric("conditioned on metric val_los which is not available; available are ['val_loss', 'x']")
         "did you mean 'val_loss'?"
+        >>> remedy = _remedy_of_metric("conditioned on metric `val_loss` which is not there; set one of: `train_loss`")
+        >>> remedy.partition(",")[0]
+        'set `trainer.validate_locally: true`'
     """
     found = _METRIC.search(said)
-    name = nearest(found[1], re.findall(r"[`']([^`']+)[`']", found[2])) if found else None
-    if name is not None:
-        return f"did you mean {name!r}?"
+    names = get_close_matches(found[1], re.findall(r"[`']([^`']+)[`']", found[2]), 1, _ALIKE) if found else []
+    if names:
+        return f"did you mean {names[0]!r}?"
     return "set `trainer.validate_locally: true`, with `data.val_fraction` above 0, for a metric of validation"
 
 

@@ -8,17 +8,16 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.local.metric_attributes import MetricAttributes
-from lightning_sparsefl.federated.local.tensor_contents import TensorContents
-from lightning_sparsefl.sparse.containers import HOLDERS, ContainerStates, fill, has_content
+from lightning_sparsefl.federated.local.tensor_contents import NUMBERS, TensorContents
+from lightning_sparsefl.sparse.containers import HOLDERS, ContainerStates, fill, has_content, leaves_in
 
 _OF_USERS = {
     "_automatic_optimization",
@@ -134,8 +133,7 @@ _messages = WarningCache()
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Tables of a module's hooks."""
 _NO_HOOKS: dict[int, Any] = {}
-_NUMBERS = (Tensor, np.ndarray)
-_HELD = (*HOLDERS, *_NUMBERS)
+_HELD = (*HOLDERS, *NUMBERS)
 
 
 class ModuleState:
@@ -156,17 +154,14 @@ class ModuleState:
         self._before: list[tuple[str, nn.Module, dict[str, Any]]] = []
         self._parameters: list[tuple[nn.Parameter, bool, dict[int, Any]]] = []
         self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
-        self._module = module
-        self._containers, self._contents = ContainerStates(), TensorContents()
+        own = chain(module.parameters(), module.buffers())  # which is read only if attributes have numbers
+        self._containers, self._contents = ContainerStates(), TensorContents(own)
         self._sizes: list[tuple[str, str, Sized, int]] = []
         self._buffers: list[tuple[nn.Module, dict[str, Any]]] = []
         self._members: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._metrics: list[MetricAttributes] = []
         self._collections: list[tuple[MetricCollection, dict[int, list[str]]]] = []
         self._visit(type(module).__name__, module)
-        for value, name in self._containers.items():
-            if issubclass(type(value), _NUMBERS):
-                self._contents.add(value, name)
 
     def _visit(self, name: str, module: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):  # whose attributes cannot be assigned or added in Python
@@ -198,9 +193,9 @@ class ModuleState:
         for key, value in attributes.items():
             if not issubclass(type(value), _HELD) or key in OF_LIGHTNING or not is_restored(module, key):
                 continue
-            if issubclass(type(value), _NUMBERS):
-                self._contents.add(value, f"{name}.{key}")
-            elif not self._containers.add(value, f"{name}.{key}"):
+            if not issubclass(type(value), HOLDERS) or value:
+                self._contents.add(leaves_in(value), f"{name}.{key}")
+            if not self._containers.add(value, f"{name}.{key}"):
                 self._sizes.append((name, key, value, len(value)))
 
     def restore(self) -> None:
@@ -234,14 +229,13 @@ class ModuleState:
                 _restore_hooks(hooks, known)
 
     def _restore_numbers(self) -> None:
-        own = chain(self._module.parameters(), self._module.buffers())  # which is read only if numbers have changed
-        restored, large = self._contents.restore(own)
+        restored, left = self._contents.restore()
         for name in restored:
             _messages.info(
                 f"A client's work has written into the numbers of `{name}`, which are restored for the next client; to "
                 "have them merged, make it a floating-point buffer (`register_buffer`)."
             )
-        for name in large:
+        for name in left:
             _tell_kept(name)
 
     def _report_sizes(self) -> None:

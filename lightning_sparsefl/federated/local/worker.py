@@ -35,6 +35,7 @@ from lightning_sparsefl.federated.local.example_input import require_cuttable, u
 from lightning_sparsefl.federated.local.fast.batch_scores import PartScore
 from lightning_sparsefl.federated.local.lightning_trainer import LightningEngine
 from lightning_sparsefl.federated.local.round_lr import RoundLR, ScaleLearningRates, checked_factor
+from lightning_sparsefl.federated.local.tensor_contents import forget_copies
 from lightning_sparsefl.seeds import derive_seed, seed_all
 from lightning_sparsefl.sparse.masks import apply, intersect
 from lightning_sparsefl.sparse.modes import modes_restored
@@ -46,8 +47,8 @@ from lightning_sparsefl.types import FitResult, Masks, Weights
 
 _messages = WarningCache()
 _RESET = (
-    "The work of a client has changed the integer buffer `{}`, which is set back for each client; "
-    "make it a floating-point buffer to have it merged."
+    "The work of a client has changed the buffer `{}`, which has no floating-point numbers, and so is set back for "
+    "each client; make it a floating-point buffer to have it merged."
 )
 _STAGES: dict[Split, Literal["validate", "test"]] = {"val": "validate", "test": "test", "train": "validate"}
 
@@ -113,9 +114,12 @@ class ClientWorker:
         """Parameters that are not weights, such as those of a quantized layer."""
         others = {**self._codes, **{name: b for name, b in module.named_buffers() if name not in weights}}
         self._counters = {name: tensor.detach().clone() for name, tensor in others.items()}
-        kept = self._counters.keys() & module.state_dict().keys() - self._codes.keys()
+        whole = {n for n, b in module.named_buffers() if not (b.is_floating_point() or b.is_complex())}
+        kept = self._counters.keys() & module.state_dict().keys() & whole
         self._untold = {name for name in kept if not name.endswith("num_batches_tracked")}
         """Buffers that a user may expect to go on, of which no client is known to have changed one."""
+        self._has_loaded = False
+        forget_copies()
 
     def load(self, weights: Weights) -> None:
         """Load weights into the module, and reset integers such as `num_batches_tracked` to initial values.
@@ -129,7 +133,7 @@ class ClientWorker:
         buffers = dict(self.module.named_buffers()) if self._counters else {}
         for name, first in self._counters.items():
             now = buffers.get(name, self._codes.get(name))
-            if name in self._untold and now is not None and not torch.equal(now, first):
+            if self._has_loaded and name in self._untold and now is not None and not torch.equal(now, first):
                 self._untold.remove(name)
                 _messages.info(_RESET.format(name))
             if now is None or now.shape != first.shape or now.is_inference():
@@ -137,6 +141,7 @@ class ClientWorker:
                 self.module.get_submodule(owner)._buffers[leaf] = first.clone()
             else:
                 now.copy_(first)
+        self._has_loaded = True
 
     def restore_counters(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take the integers that every client starts from out of a checkpoint.
@@ -146,6 +151,7 @@ class ClientWorker:
         """
         for name in self._counters.keys() & state.keys():
             self._counters[name] = state[name].to(self._counters[name])
+        self._has_loaded = False
 
     def fit(
         self,

@@ -84,8 +84,15 @@ def test_a_launchers_processes_are_spread_evenly_over_devices(launched):
 def test_a_process_that_was_started_for_a_run_of_another_size_is_told_so(rank, devices, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", str(rank))
-    with pytest.raises(WorldSizeMismatch, match=rf"rank {rank} of 2 .* whole script; .* give {devices} here"):
+    with pytest.raises(WorldSizeMismatch, match=rf"rank {rank} of 2 .* whole script; .* asks for {devices} "):
         fabric(devices=devices)
+
+
+def test_a_process_that_was_started_for_a_run_does_not_fork_another_one(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(WorldSizeMismatch, match=r"with `trainer\.strategy: client_parallel_fork`"):
+        fabric(devices=2, strategy="client_parallel_fork")
 
 
 @pytest.mark.parametrize(("rank", "devices"), [(0, 1), (0, 2), (1, 2)])

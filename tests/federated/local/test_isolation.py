@@ -169,6 +169,10 @@ def attributes_with_numbers() -> dict[str, Any]:
         "leaf": torch.zeros(3, requires_grad=True),
         "array": np.array([1.0, math.nan]),
         "queue": [torch.zeros(2), {"last": torch.ones(2)}],
+        "pair": (torch.zeros(2), [torch.ones(2)]),
+        "typed": torch.zeros(2),
+        "shaped": np.zeros((2, 3)),
+        "named": np.array(["a", "b"]),
     }
 
 
@@ -176,7 +180,11 @@ def write_numbers(module: Net) -> None:
     with torch.no_grad():
         module.tensor.mul_(2)
         module.tensor.data.add_(1)
-        module.large[:10] = 1
+        module.large.data[:10] = 1
+        module.pair[0].add_(1)
+        module.typed.data = torch.ones(3, dtype=torch.float64)
+        module.shaped.resize(4, refcheck=False)
+        module.named[0] = "c"
         module.leaf.add_(1)
         module.array += 1
         module.queue[0].add_(1)
@@ -198,20 +206,71 @@ def test_the_numbers_of_tensors_and_arrays_come_back_for_each_client_with_a_mess
         state = ModuleState(module)
         write_numbers(module)
         state.restore()
-        for name in ("tensor", "large", "leaf", "array"):
+        for name in ("tensor", "large", "leaf", "array", "typed", "shaped", "named"):
             np.testing.assert_array_equal(getattr(module, name).tolist(), before[name].tolist())
+            assert getattr(module, name).dtype == before[name].dtype
+        assert torch.equal(module.pair[0], torch.zeros(2))
         assert torch.equal(module.queue[0], torch.zeros(2))
         assert torch.equal(module.queue[1]["last"], torch.ones(2))
         torch.testing.assert_close(module.net[1].weight.detach(), weight + client)
     said = [record.message for record in caplog.records]
-    for name in ("tensor", "large", "leaf", "array", "queue"):
+    for name in ("tensor", "large", "leaf", "array", "queue", "pair", "typed", "shaped", "named"):
         assert sum(f"numbers of `Net.{name}`, which are restored" in text for text in said) == 1
     assert not any("Net.view" in text for text in said)
+
+
+def test_a_write_with_a_graph_is_undone_with_its_graph() -> None:
+    module = Net()
+    module.last = torch.zeros(4)
+    for _ in range(2):
+        state = ModuleState(module)
+        module.last.copy_(module(torch.ones(2, 8)).mean(0))
+        assert module.last.grad_fn is not None
+        state.restore()
+        assert module.last.grad_fn is None
+        assert torch.equal(module.last, torch.zeros(4))
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+def test_odd_arrays_and_tensors_that_nobody_writes_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    module = Net()
+    module.odd = {
+        "missing": np.array([math.nan, 1.0]),
+        "dates": np.array(["2026-01-01", "NaT"], dtype="datetime64[D]"),
+        "objects": np.array([[1], None], dtype=object),
+        "mixed": np.zeros(2, dtype=[("a", "f4"), ("b", object)]),
+        "masked": np.ma.masked_array([1.0, 2.0], [True, False]),
+        "fixed": np.broadcast_to(np.zeros(1), (3,)),
+        "half": torch.zeros(2, dtype=torch.complex32),
+        "sparse": torch.eye(2).to_sparse(),
+        "empty": torch.zeros(0),
+        "expanded": torch.zeros(1).expand(3),
+        "meta": torch.zeros(2, device="meta"),
+        "unknown": torch.tensor(math.nan),
+    }
+    module.data = [torch.zeros(1) for _ in range(2000)]
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            ModuleState(module).restore()
+    assert caplog.records == []
+
+
+def test_what_a_user_writes_between_two_runs_stays() -> None:
+    module = Net()
+    module.table = torch.zeros(100_000)
+    for value in (0.0, 7.0):
+        module.table.data.fill_(value)
+        tensor_contents.forget_copies()  # as a worker does
+        state = ModuleState(module)
+        module.table.add_(1)
+        state.restore()
+        assert torch.equal(module.table, torch.full((100_000,), value))
 
 
 def test_a_tensor_is_copied_once_while_nothing_writes_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
     module, copied, clone = Net(), [], torch.Tensor.clone
     module.data = torch.zeros(10_000)
+    module.view = module.net[1].weight.detach()  # which every client writes
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "clone", lambda tensor: (copied.append(tensor), clone(tensor))[1])
         for _ in range(3):

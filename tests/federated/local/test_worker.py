@@ -74,5 +74,5 @@ def test_an_integer_buffer_that_a_client_changes_is_named_once(dtype, steps, tmp
     with caplog.at_level(logging.INFO):
         scores = trainer.fit(Annealed(dtype), data)
     assert scores["global/steps"] == steps
-    said = [record.message for record in caplog.records if "integer buffer" in record.message]
+    said = [record.message for record in caplog.records if "is set back for" in record.message]
     assert [text.partition("`steps`")[1] for text in said] == ["`steps`"] * (dtype == torch.long)

@@ -165,13 +165,13 @@ class Misspelt(Plateau):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "mien"}}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "mined"}}
 
 
 @pytest.mark.parametrize("engine", ["fast", "trainer"])
 def test_a_similar_name_of_a_monitored_metric_is_suggested(engine, trainer):
     run = trainer(FedAvg(), federation={"local_engine": engine})
-    with pytest.raises(ClientFailed, match=r"mien.*; did you mean 'mine'\?;"):
+    with pytest.raises(ClientFailed, match=r"mined.*; did you mean 'mine'\?;"):
         run.fit(Misspelt(num_classes=4, sample_shape=(1, 1, 8)), blobs())
 
 
@@ -185,6 +185,21 @@ class Draws(MLP):
 class DrawsScores(MLP):
     def on_validation_epoch_end(self):
         self.logger.log_image("scores", [])
+
+
+class ReturnsNothing(MLP):
+    def forward(self, samples):
+        return None
+
+    def training_step(self, batch, batch_idx):
+        return self(batch[0]).log_softmax(1).mean()
+
+
+@pytest.mark.filterwarnings("ignore:FLOPs are not counted", "ignore:.*one after another")
+def test_a_forward_that_returns_nothing_is_not_taken_for_a_logger(trainer):
+    with pytest.raises(ClientFailed, match="'NoneType' object has no attribute 'log_softmax'") as failure:
+        trainer(FedAvg()).fit(ReturnsNothing(num_classes=4, sample_shape=(1, 1, 8)), blobs())
+    assert "logger" not in str(failure.value)
 
 
 @pytest.mark.parametrize(("kind", "failure"), [(Draws, ClientFailed), (DrawsScores, EvaluationFailed)])
