@@ -154,8 +154,8 @@ class ModuleState:
         self._before: list[tuple[str, nn.Module, dict[str, Any]]] = []
         self._parameters: list[tuple[nn.Parameter, bool, dict[int, Any]]] = []
         self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
-        own = chain(module.parameters(), module.buffers())  # which is read only if attributes have numbers
-        self._containers, self._contents = ContainerStates(), TensorContents(own)
+        self._containers = ContainerStates()
+        self._contents = TensorContents(lambda: chain(module.parameters(), module.buffers()))
         self._sizes: list[tuple[str, str, Sized, int]] = []
         self._buffers: list[tuple[nn.Module, dict[str, Any]]] = []
         self._members: list[tuple[dict[str, Any], dict[str, Any]]] = []

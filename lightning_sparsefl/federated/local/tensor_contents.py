@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple, cast
@@ -40,21 +40,23 @@ class _Kept(NamedTuple):
     """Address of a tensor's numbers."""
     version: int = 0
     """Version of a tensor."""
+    grad: Tensor | None = None
+    """Gradient of a tensor that a step trains itself."""
 
 
 class TensorContents:
     """Snapshot of the numbers in tensors and arrays.
 
     Tensors of other classes or layouts, those of inference mode and those with a graph are not covered, and neither are
-    arrays of objects or of other classes, nor what shares its memory with the module's parameters and buffers: it has
-    what a client learns.
+    arrays of objects or of other classes, nor what shares its memory with the module's parameters and buffers before or
+    after the work: it has what a client learns.
 
     Args:
-        own: Parameters and buffers of the module.
+        own: Function that returns the parameters and buffers of the module.
 
     Example:
         >>> centre = torch.zeros(2)
-        >>> contents = TensorContents([])
+        >>> contents = TensorContents(list)
         >>> contents.add([centre], "Net.centre")
         >>> _ = centre.add_(1)
         >>> contents.restore()
@@ -63,14 +65,14 @@ class TensorContents:
         tensor([0., 0.])
     """
 
-    def __init__(self, own: Iterable[Tensor]) -> None:
+    def __init__(self, own: Callable[[], Iterable[Tensor]]) -> None:
         self._own = own
         self._before: dict[int, _Kept] = {}
 
     @cached_property
     def _learned(self) -> set[int]:
-        """Addresses of the memory of parameters and buffers."""
-        return {tensor.untyped_storage().data_ptr() for tensor in self._own if is_plain(tensor)}
+        """Addresses of the memory of parameters and buffers before the work."""
+        return set(map(_memory_of, filter(is_plain, self._own())))
 
     def add(self, values: Iterable[Any], name: str) -> None:
         """Take a snapshot of the tensors and arrays of an attribute that are covered.
@@ -86,10 +88,10 @@ class TensorContents:
 
     def _add(self, value: Any, name: str) -> None:
         if type(value) in (Tensor, nn.Parameter):
-            plain = is_plain(value) and not value.is_inference() and value.grad_fn is None
-            if plain and value.untyped_storage().data_ptr() not in self._learned:
-                self._before[id(value)] = _Kept(value, _copy_of(value), name, value.data_ptr(), value._version)
-        elif type(value) is np.ndarray and value.size < _COMPARED and value.flags.writeable and _has_bytes(value):
+            if _is_covered(value) and _memory_of(value) not in self._learned:
+                grad = value.grad if value.is_leaf else None
+                self._before[id(value)] = _Kept(value, _copy_of(value), name, value.data_ptr(), value._version, grad)
+        elif type(value) is np.ndarray and value.size < _COMPARED and value.flags.writeable and _is_of_numpy(value):
             self._before[id(value)] = _Kept(value, value.copy(), name)
 
     def restore(self) -> tuple[list[str], list[str]]:
@@ -98,21 +100,70 @@ class TensorContents:
         Returns:
             Names of the attributes whose numbers were restored, and of those for which it was not possible.
         """
+        changed = [kept for kept in self._before.values() if _has_changed(kept)]
+        for kept in self._before.values():
+            if isinstance(kept.value, Tensor) and kept.value.is_leaf and kept.value.grad is not kept.grad:
+                kept.value.grad = kept.grad
+        if not changed:
+            return [], []
+        learned = set(map(_memory_of, filter(is_plain, self._own())))
         restored, left = set[str](), set[str]()
-        for kept in self._changed():
+        for kept in changed:
+            if _is_in_place(kept) and _memory_of(kept.value) in learned:  # parameters have become views of it
+                continue
             done = False
             with suppress(Exception):  # so that an odd tensor is reported, and all else is restored
-                done = _write(kept.value, kept.content)
+                done = self._write(kept)
             (restored if done else left).add(kept.name)
         return sorted(restored), sorted(left)
 
-    def _changed(self) -> Iterator[_Kept]:
-        return (kept for kept in self._before.values() if _has_changed(kept))
+    @torch.no_grad()
+    def _write(self, kept: _Kept) -> bool:
+        """Give a tensor or an array its numbers, its shape and its type; return whether there is a copy of them."""
+        value, content = kept.value, kept.content
+        if content is None:
+            return False
+        if isinstance(value, np.ndarray):
+            if value.shape != content.shape:
+                value.resize(content.shape, refcheck=False)
+            value[...] = content
+            return True
+        if not _is_in_place(kept) or value.shape != content.shape or value.dtype != content.dtype:
+            value.data = content.clone()  # and not into a memory that it has from elsewhere
+        elif value.grad_fn is None:
+            value.copy_(content)
+        else:
+            value.data.copy_(content)
+            if not value._is_view() and not self._has_views(value):  # or they would be views of a leaf
+                value.detach_()  # or the next client would pass backward through this one's graph
+        _copies[value] = (value._version, content)
+        return True
+
+    def _has_views(self, value: Tensor) -> bool:
+        tensors = (kept.value for kept in self._before.values() if isinstance(kept.value, Tensor))
+        return any(each._is_view() and each._base is value for each in tensors)
 
 
-def _has_bytes(value: np.ndarray[Any, Any]) -> bool:
-    """Return whether an array holds its items itself, unlike objects and strings of any length."""
-    return not value.dtype.hasobject and value.dtype.kind != "T"
+def _is_covered(value: Tensor) -> bool:
+    has_graph = value.grad_fn is not None and value not in _copies  # of a view that was written, it stays
+    return is_plain(value) and not value.is_inference() and not has_graph
+
+
+def _memory_of(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()
+
+
+def _is_in_place(kept: _Kept) -> bool:
+    """Return whether a tensor has its numbers where it had them."""
+    return isinstance(kept.value, Tensor) and kept.value.data_ptr() == kept.place
+
+
+def _is_of_numpy(value: np.ndarray[Any, Any]) -> bool:
+    """Return whether an array's items are in a memory of NumPy's, unlike objects, texts of any length and tensors."""
+    base = value
+    while isinstance(base.base, np.ndarray):
+        base = base.base
+    return base.base is None and not value.dtype.hasobject and value.dtype.kind != "T"
 
 
 def _copy_of(value: Tensor) -> Tensor | None:
@@ -139,26 +190,6 @@ def _has_changed(kept: _Kept) -> bool:
     if isinstance(value, np.ndarray):
         same = value.shape == content.shape and value.dtype == content.dtype
         return not same or bool(value.tobytes() != content.tobytes())
-    if value._version != kept.version or value.data_ptr() != kept.place or value.grad_fn is not None:
+    if value._version != kept.version or not _is_in_place(kept) or value.grad_fn is not None:
         return True
     return content is not None and not _is_same(value, content)
-
-
-@torch.no_grad()
-def _write(value: Any, content: Any) -> bool:
-    """Give a tensor or an array its numbers, its shape and its type; return whether there is a copy of them."""
-    if content is None:
-        return False
-    if isinstance(value, np.ndarray):
-        if value.shape != content.shape:
-            value.resize(content.shape, refcheck=False)
-        value[...] = content
-        return True
-    if value.grad_fn is not None:  # of a write that had one, which the next client would pass backward through
-        value.detach_()
-    if value.shape != content.shape or value.dtype != content.dtype:
-        value.data = content.clone()
-    else:
-        value.copy_(content)
-    _copies[value] = (value._version, content)
-    return True

@@ -133,7 +133,7 @@ class ClientWorker:
         buffers = dict(self.module.named_buffers()) if self._counters else {}
         for name, first in self._counters.items():
             now = buffers.get(name, self._codes.get(name))
-            if self._has_loaded and name in self._untold and now is not None and not torch.equal(now, first):
+            if self._has_loaded and name in self._untold and now is not None and _differs(now, first):
                 self._untold.remove(name)
                 _messages.info(_RESET.format(name))
             if now is None or now.shape != first.shape or now.is_inference():
@@ -430,6 +430,10 @@ def require_batches(loader: Any, client: int, num_examples: int) -> int | None:
             "lower `data.batch_size`, or set `data.drop_last: false`."
         )
     return batches
+
+
+def _differs(now: torch.Tensor, first: torch.Tensor) -> bool:
+    return now.device == first.device and not torch.equal(now, first)
 
 
 def _seed_generators(loader: Any, key: tuple[int | str, ...]) -> None:

@@ -186,6 +186,7 @@ def write_numbers(module: Net) -> None:
         module.shaped.resize(4, refcheck=False)
         module.named[0] = "c"
         module.leaf.add_(1)
+        module.leaf.grad = torch.ones(3)
         module.array += 1
         module.queue[0].add_(1)
         module.queue[1]["last"].resize_(3)
@@ -209,6 +210,7 @@ def test_the_numbers_of_tensors_and_arrays_come_back_for_each_client_with_a_mess
         for name in ("tensor", "large", "leaf", "array", "typed", "shaped", "named"):
             np.testing.assert_array_equal(getattr(module, name).tolist(), before[name].tolist())
             assert getattr(module, name).dtype == before[name].dtype
+        assert module.leaf.grad is None
         assert torch.equal(module.pair[0], torch.zeros(2))
         assert torch.equal(module.queue[0], torch.zeros(2))
         assert torch.equal(module.queue[1]["last"], torch.ones(2))
@@ -229,6 +231,50 @@ def test_a_write_with_a_graph_is_undone_with_its_graph() -> None:
         state.restore()
         assert module.last.grad_fn is None
         assert torch.equal(module.last, torch.zeros(4))
+
+
+def test_what_a_client_learns_is_not_overwritten_through_an_attribute_that_shares_its_memory() -> None:
+    module = Net()
+    module.last, module.flat, module.array = torch.zeros(8, 8), torch.zeros(64), module.net[1].weight.detach().numpy()
+    weight = module.net[1].weight.detach() + 1
+    for _ in range(2):
+        state = ModuleState(module)
+        with torch.no_grad():
+            module.net[1].weight.copy_(weight)
+        module.last.data = module.net[1].weight.data  # a memory that it did not have before
+        state.restore()
+        assert torch.equal(module.net[1].weight, weight)
+        assert torch.equal(module.last, torch.zeros(8, 8))
+    state = ModuleState(module)
+    module.net[1].weight.data = module.flat.view(8, 8)  # as a module that keeps its weights in one vector
+    with torch.no_grad():
+        module.net[1].weight.add_(1)
+    state.restore()
+    assert torch.equal(module.net[1].weight, torch.ones(8, 8))
+
+
+@pytest.mark.parametrize("with_base", [False, True])
+def test_a_view_that_is_written_with_a_graph_has_its_numbers_back(with_base: bool) -> None:
+    module = Net()
+    rows = torch.zeros(2, 4)
+    module.view = rows[0]
+    if with_base:
+        module.rows = rows
+    for _ in range(2):
+        state = ModuleState(module)
+        module.view.copy_(module(torch.ones(2, 8)).mean(0))
+        state.restore()
+        assert torch.equal(module.view, torch.zeros(4))
+        assert torch.equal(rows, torch.zeros(2, 4))
+
+
+def test_a_tensor_whose_memory_a_client_frees_has_its_numbers_back() -> None:
+    module = Net()
+    module.table = torch.ones(5)
+    state = ModuleState(module)
+    module.table.untyped_storage().resize_(0)
+    state.restore()
+    assert torch.equal(module.table, torch.ones(5))
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
