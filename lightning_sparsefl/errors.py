@@ -75,7 +75,7 @@ def require(condition: bool, option: str, value: Any, expected: str) -> None:
         raise InvalidOption(f"`{option}` is {value!r}; expected {expected}.")
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
+def nearest(word: str, known: Iterable[str], least: float = _LEAST_SIMILARITY) -> str | None:
     """Return the known name that is most similar to a word, to be suggested in a message; None if none is similar.
 
     A word of three letters or more also suggests the only name that starts with it.
@@ -83,6 +83,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     Args:
         word: Name that is not known.
         known: Known names.
+        least: Least similarity of a name that is suggested, from 0 to 1.
 
     Example:
         >>> nearest("densty", ["density", "growth"]), nearest("fedavg", ["FedAvg", "FedProx"])
@@ -92,7 +93,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
         'CSVLogger'
     """
     names = {name.lower(): name for name in known}
-    found = get_close_matches(word.lower(), names, n=1, cutoff=_LEAST_SIMILARITY)
+    found = get_close_matches(word.lower(), names, n=1, cutoff=least)
     if not found and len(word) >= _LEAST_START:
         found = [name for name in names if name.startswith(word.lower())]
     return names[found[0]] if len(found) == 1 else None

@@ -61,10 +61,11 @@ class GlobalMagnitudePruning(MaskingCallback):
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Prune anew in a new fit."""
         super().on_train_start(trainer, pl_module)
-        if not self.resumed and self.fraction > 0:
-            self._pruned_at = trainer.current_epoch - 1 if density(self.masks) < 1 else -1
-            self._passed = [epoch for epoch in self.epochs if self._pruned_at < epoch < trainer.current_epoch]
-        if self._passed and not self.resumed:
+        if self.resumed or self.fraction == 0:
+            return
+        self._pruned_at = trainer.current_epoch - 1 if density(self.masks) < 1 else -1
+        self._passed = [epoch for epoch in self.epochs if self._pruned_at < epoch < trainer.current_epoch]
+        if self._passed:
             warning_cache.warn(
                 f"`GlobalMagnitudePruning(epochs={self.epochs})` does not prune at epochs {self._passed}, since the "
                 f"fit begins with epoch {trainer.current_epoch}, as that of a checkpoint does; expected later ones."

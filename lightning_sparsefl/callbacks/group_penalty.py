@@ -18,7 +18,13 @@ from torch import Tensor, nn
 from lightning_sparsefl.callbacks.clock import StepClock
 from lightning_sparsefl.callbacks.example_input import example_inputs, for_module
 from lightning_sparsefl.callbacks.feedback import ErrorFeedback
-from lightning_sparsefl.callbacks.layers import choose, require_dense_gradients, require_maskable, stepped_by
+from lightning_sparsefl.callbacks.layers import (
+    choose,
+    require_dense_gradients,
+    require_maskable,
+    require_units,
+    stepped_by,
+)
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.callbacks.options import check_arguments, require
 from lightning_sparsefl.callbacks.reported_steps import ReportedCallback
@@ -154,19 +160,14 @@ class GroupPenalty(ReportedCallback):
             return self.units(parameters)
         if self.units is not None:
             return self.units
-        sample, name = example_inputs(module), type(module).__name__
+        sample, owner = example_inputs(module), "GroupPenalty(groups='units')"
         if sample is None:
             raise InvalidOption(
-                f"`GroupPenalty(groups='units')` finds units with the module's `example_input_array`, which `{name}` "
-                "does not set; set it, or pass `units`."
+                f"`{owner}` finds units with the module's `example_input_array`, which `{type(module).__name__}` does "
+                "not set; set it, or pass `units`."
             )
         groups = find_groups(module, *for_module(sample, module))
-        if not groups:
-            raise InvalidOption(
-                f"`GroupPenalty(groups='units')` finds no units in `{name}`; expected linear, convolutional or "
-                "recurrent layers whose outputs another such layer reads, without parametrizations or adapters "
-                "between them, or other `groups`."
-            )
+        require_units(groups, module, owner, "linear, convolutional or recurrent", ", or other `groups`")
         return groups
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:

@@ -160,6 +160,32 @@ remove the parametrization before training.
             )
 
 
+def require_units(groups: Sequence[Any], module: nn.Module, owner: str, layers: str, more: str = "") -> None:
+    """Refuse a module without units.
+
+    Args:
+        groups: Groups of units that were found in the module.
+        module: Module of the user.
+        owner: Class of the callback, for the error message.
+        layers: Kinds of layers whose units it chooses among.
+        more: End of the sentence, with further things that are expected.
+
+    Raises:
+        InvalidOption: If there is no group.
+
+    Example:
+        >>> require_units([], nn.Linear(2, 2), "OrderedDropout", "linear or convolutional")
+        Traceback (most recent call last):
+        lightning_sparsefl.errors.InvalidOption: `OrderedDropout` finds no units in `Linear`; expected linear or \
+convolutional layers whose outputs another such layer reads, without parametrizations or adapters between them.
+    """
+    if not groups:
+        raise InvalidOption(
+            f"`{owner}` finds no units in `{type(module).__name__}`; expected {layers} layers whose outputs another "
+            f"such layer reads, without parametrizations or adapters between them{more}."
+        )
+
+
 def _layers(module: nn.Module, owner: str) -> dict[str, _Layer]:
     """Return every parameter that can be masked, by name."""
     parameters = dict(module.named_parameters())

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_sparsefl.callbacks.layers import choose, require_maskable
+from lightning_sparsefl.callbacks.layers import choose, require_maskable, require_units
 from lightning_sparsefl.callbacks.loss_scaling import require_unscaled_gradients
 from lightning_sparsefl.callbacks.mask_owner import packed, unpacked
 from lightning_sparsefl.callbacks.masking import MaskingCallback
@@ -191,14 +191,10 @@ class LearnedImportance(MaskingCallback):
         require_maskable(module, chosen_layers, "LearnedImportance")
         rows = set(chosen_layers)
         groups = units_in_training(module, batch, batch_idx)
+        untied = ", and whose weights are neither tied to others nor used twice"
+        require_units(groups, module, "LearnedImportance", "linear, convolutional or recurrent", untied)
         chosen = [group for group in groups if _rows(group, module) <= rows]
         if not chosen:
-            if not groups:
-                raise InvalidOption(
-                    f"`LearnedImportance` finds no units in `{type(module).__name__}`; expected linear, convolutional "
-                    "or recurrent layers whose outputs another such layer reads, without parametrizations or adapters "
-                    "between them, and whose weights are neither tied to others nor used twice."
-                )
             names = ", ".join(f"`{group.name}`" for group in groups)
             raise InvalidOption(
                 f"`LearnedImportance(layers={self.layers!r})` leaves no units to choose from; expected patterns that "

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_sparsefl.callbacks.layers import require_units
 from lightning_sparsefl.callbacks.loss_scaling import loss_scale
 from lightning_sparsefl.callbacks.options import check_arguments, require
 from lightning_sparsefl.callbacks.reported_steps import ReportedCallback
@@ -181,11 +182,7 @@ class OrderedDropout(ReportedCallback):
     # ---- gates
 
     def _register(self, module: LightningModule, groups: Sequence[UnitGroup]) -> None:
-        if not groups:
-            raise InvalidOption(
-                f"`OrderedDropout` finds no units in `{type(module).__name__}`; expected linear or convolutional "
-                "layers whose outputs another such layer reads, without parametrizations or adapters between them."
-            )
+        require_units(groups, module, "OrderedDropout", "linear or convolutional")
         for (name, reads), gates in gates_of(module, groups, self.rates).items():
             layer = self._layers[name] = module.get_submodule(name)
             if reads:

@@ -76,25 +76,21 @@ def containers_in(value: Any) -> list[Any] | None:
         [{'a': [1], 'b': (2, [3])}, [1], [3]]
         >>> containers_in(list(range(10_000)))
     """
-    found = _values_in(value)
+    found = values_in(value)
     return None if found is None else [each for each in found if issubclass(type(each), CONTAINERS)]
 
 
-def leaves_in(value: Any) -> list[Any]:
-    """Return the items of a container and of those in it that hold no others; a value of another kind is one itself.
+def values_in(value: Any) -> list[Any] | None:
+    """Return a value with all that is in it, each object once; None if containers have too many items.
 
     Args:
-        value: Value of any kind. One with too many items has none.
+        value: Value of any kind; one that is neither a container nor a tuple holds no others.
 
     Example:
-        >>> leaves_in({"a": [1], "b": (2, [3])}), leaves_in(1), leaves_in(list(range(10_000)))
-        ([1, 2, 3], [1], [])
+        >>> values_in({"a": [1], "b": (2, "c")}), values_in(1)
+        ([{'a': [1], 'b': (2, 'c')}, [1], (2, 'c'), 1, 2, 'c'], [1])
+        >>> values_in(list(range(10_000)))
     """
-    return [each for each in _values_in(value) or () if not issubclass(type(each), HOLDERS)]
-
-
-def _values_in(value: Any) -> list[Any] | None:
-    """Return a value with all that is in it, each object once; None if containers have too many items."""
     found: dict[int, Any] = {}
     waiting, items = [value], 0
     for each in waiting:  # which grows
@@ -119,7 +115,7 @@ class ContainerStates:
         >>> outputs = {"losses": [1.0]}
         >>> states = ContainerStates()
         >>> states.add(outputs, "outputs")
-        True
+        [{'losses': [1.0]}, [1.0], 1.0]
         >>> outputs["losses"].append(2.0)
         >>> outputs["seen"] = 3
         >>> states.restore()
@@ -133,25 +129,26 @@ class ContainerStates:
         self._empty: list[tuple[Any, str]] = []
         """Containers without items, which most tables of modules are."""
 
-    def add(self, value: Any, name: str) -> bool:
-        """Take a snapshot of a value, if it is a container or a tuple, and return whether it is covered.
+    def add(self, value: Any, name: str) -> list[Any] | None:
+        """Take a snapshot of a value, if it is a container or a tuple.
 
         Args:
             value: Value of any kind.
             name: Name of the value, which the containers in it have too.
+
+        Returns:
+            The value with all that is in it; None if it is not covered.
         """
         if not issubclass(type(value), HOLDERS):
-            return True
+            return [value]
         if not value:
             self._empty.append((value, name))
-            return True
-        found = containers_in(value)
-        if found is None:
-            return False
-        for each in found:
-            if id(each) not in self._before:
+            return []
+        found = values_in(value)
+        for each in found or ():
+            if issubclass(type(each), CONTAINERS) and id(each) not in self._before:
                 self._before[id(each)] = (each, content_of(each), name)
-        return True
+        return found
 
     def restore(self) -> list[str]:
         """Restore the contents, and return the names of values that had others."""

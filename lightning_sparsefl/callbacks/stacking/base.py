@@ -30,7 +30,7 @@ class StackedPass(Protocol):
 
     @property
     def losses(self) -> Tensor:
-        """Losses of the training step, one for each client."""
+        """Losses of the training step, one for each client, as Lightning shows them where gradients are accumulated."""
         ...
 
     @property

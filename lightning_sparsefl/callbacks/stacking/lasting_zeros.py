@@ -74,8 +74,10 @@ class LastingZeros:
             leaves: Weights of the clients of the batch.
             masks: Masks of these clients.
         """
-        self.before_step(leaves, masks)
-        self.after_step(leaves, masks)
+        if self._lasts:
+            self.before_step(leaves, masks)
+        else:
+            _zero(leaves, masks)
 
     def after_step(self, leaves: Leaves, masks: Mapping[str, InPlaceMask]) -> None:
         """Zero the weights of some clients after a step of the optimizer, unless they still are 0.

@@ -83,8 +83,6 @@ class StackedFeedback(StackedCallback):
         self.masks = stack_trees([callback.masks for callback in callbacks])
         self.stencils: dict[str, InPlaceMask] = {}
         self.pruned: dict[str, Tensor] = {}
-        self._whole: Leaves = {}
-        self._versions: dict[str, int] = {}
 
     @property
     def makes_masks(self) -> bool:
@@ -98,33 +96,29 @@ class StackedFeedback(StackedCallback):
     @torch.no_grad()
     def start(self, leaves: Leaves) -> None:
         """Prune the weights; nothing is kept of their pruned part, as at the start of a fit."""
-        self._whole, self.stencils = leaves, _stencils(self.masks, leaves)
+        self.stencils = _stencils(self.masks, leaves)
+        self.zeros = LastingZeros(self.stencils, leaves)
         self.pruned = {name: torch.zeros_like(leaves[name], requires_grad=False) for name in self.stencils}
-        self.after_hooks()
+        self.zeros.restore()
 
-    @torch.no_grad()
     def after_hooks(self) -> None:
         """Zero the weights that are not held, which hooks may have written; what was pruned of them stays."""
-        for name, stencil in self.stencils.items():
-            stencil.zero_(self._whole[name])
+        self.zeros.restore()
 
     def before_batch(self, batch: StackedPass) -> None:
         """Store the state of the weights."""
-        self._versions = {name: batch.leaves[name]._version for name in self.stencils}
+        self.zeros.before_batch(batch.leaves)
 
     @torch.no_grad()
     def before_step(self, leaves: Leaves, steps: Sequence[int]) -> None:
         """Zero the weights that are not held if they have been written, and make the weights dense."""
-        if any(leaves[name]._version != version for name, version in self._versions.items()):
-            self.without_step(leaves)
+        self.zeros.before_step(leaves, self.stencils)
         for name, pruned in self.pruned.items():
             leaves[name].add_(pruned)
 
-    @torch.no_grad()
     def without_step(self, leaves: Leaves) -> None:
         """Zero the weights that are not held, which the batch may have written; what was pruned of them stays."""
-        for name, stencil in self.stencils.items():
-            stencil.zero_(leaves[name])
+        self.zeros.without_step(leaves, self.stencils)
 
     @torch.no_grad()
     def after_step(self, leaves: Leaves) -> None:
@@ -134,7 +128,7 @@ class StackedFeedback(StackedCallback):
 
     def end_epoch(self) -> None:
         """Zero the weights that are not held, however they have been written."""
-        self.after_hooks()
+        self.zeros.restore()
 
     def finish(self, callbacks: Sequence[Any]) -> None:
         """Give each callback the pruned part of its dense weights."""

@@ -331,8 +331,8 @@ class StackedRows(StackedCallback):
     def after_batch(self, batch: StackedPass) -> None:
         """Call the hook after a batch."""
         self._note_writes()
+        losses = batch.losses.detach()
         for place, row in self._called("on_train_batch_end"):
-            losses = batch.losses.detach() / row.trainer.accumulate_grad_batches  # as Lightning shows it
             outputs = {"loss": losses[place]}
             row.call_with("on_train_batch_end", _of_one(batch.batch, place), batch.number, outputs)
 

@@ -7,12 +7,11 @@ import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 
 import torch
 from lightning.pytorch import LightningModule
 
-from lightning_sparsefl.errors import ClientFailed, InvalidOption, SparseFLError
+from lightning_sparsefl.errors import ClientFailed, InvalidOption, SparseFLError, nearest
 from lightning_sparsefl.sparse.density import listed
 from lightning_sparsefl.types import Masks
 
@@ -152,9 +151,9 @@ def _remedy_of_metric(said: str) -> str:
         'set `trainer.validate_locally: true`'
     """
     found = _METRIC.search(said)
-    names = get_close_matches(found[1], re.findall(r"[`']([^`']+)[`']", found[2]), 1, _ALIKE) if found else []
-    if names:
-        return f"did you mean {names[0]!r}?"
+    name = nearest(found[1], re.findall(r"[`']([^`']+)[`']", found[2]), _ALIKE) if found else None
+    if name is not None:
+        return f"did you mean {name!r}?"
     return "set `trainer.validate_locally: true`, with `data.val_fraction` above 0, for a metric of validation"
 
 

@@ -17,7 +17,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.local.metric_attributes import MetricAttributes
 from lightning_sparsefl.federated.local.tensor_contents import NUMBERS, TensorContents
-from lightning_sparsefl.sparse.containers import HOLDERS, ContainerStates, fill, has_content, leaves_in
+from lightning_sparsefl.sparse.containers import HOLDERS, ContainerStates, fill, has_content
 
 _OF_USERS = {
     "_automatic_optimization",
@@ -193,10 +193,11 @@ class ModuleState:
         for key, value in attributes.items():
             if not issubclass(type(value), _HELD) or key in OF_LIGHTNING or not is_restored(module, key):
                 continue
-            if not issubclass(type(value), HOLDERS) or value:
-                self._contents.add(leaves_in(value), f"{name}.{key}")
-            if not self._containers.add(value, f"{name}.{key}"):
+            values = self._containers.add(value, f"{name}.{key}")
+            if values is None:
                 self._sizes.append((name, key, value, len(value)))
+            else:
+                self._contents.add(values, f"{name}.{key}")
 
     def restore(self) -> None:
         """Restore the snapshot."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
 from torchmetrics import Metric, SumMetric
 
+from lightning_sparsefl.federated.local.tensor_contents import TensorContents
 from lightning_sparsefl.sparse.containers import ContainerStates
 
 _OF_METRICS = frozenset({*vars(SumMetric()), "forward", "reset"}) - SumMetric()._defaults.keys()
@@ -47,12 +46,9 @@ class MetricAttributes:
 
     def __init__(self, metric: Metric) -> None:
         self._metric, self._before = metric, own_attributes(metric)
-        self._tensors: list[tuple[Tensor, int, Tensor]] = []
-        self._containers = ContainerStates()
+        self._containers, self._contents = ContainerStates(), TensorContents(list)
         for key, value in self._before.items():
-            self._containers.add(value, key)
-            if isinstance(value, Tensor) and not value.is_inference():
-                self._tensors.append((value, value._version, value.detach().clone()))
+            self._contents.add(self._containers.add(value, key) or (), key)
 
     def restore(self) -> None:
         """Restore the snapshot."""
@@ -60,8 +56,5 @@ class MetricAttributes:
         for key in own_attributes(self._metric).keys() - self._before.keys():
             del now[key]
         now.update(self._before)
-        for value, version, content in self._tensors:
-            if value._version != version:
-                with torch.no_grad():
-                    value.copy_(content)
+        self._contents.restore()
         self._containers.restore()

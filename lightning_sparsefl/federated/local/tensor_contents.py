@@ -72,13 +72,16 @@ class TensorContents:
     @cached_property
     def _learned(self) -> set[int]:
         """Addresses of the memory of parameters and buffers before the work."""
+        return self._memories()
+
+    def _memories(self) -> set[int]:
         return set(map(_memory_of, filter(is_plain, self._own())))
 
     def add(self, values: Iterable[Any], name: str) -> None:
         """Take a snapshot of the tensors and arrays of an attribute that are covered.
 
         Args:
-            values: The items of the attribute, or the attribute itself.
+            values: The attribute, with all that is in it.
             name: Name of the attribute.
         """
         numbers = [value for value in values if isinstance(value, NUMBERS)]
@@ -106,7 +109,7 @@ class TensorContents:
                 kept.value.grad = kept.grad
         if not changed:
             return [], []
-        learned = set(map(_memory_of, filter(is_plain, self._own())))
+        learned = self._memories()
         restored, left = set[str](), set[str]()
         for kept in changed:
             if _is_in_place(kept) and _memory_of(kept.value) in learned:  # parameters have become views of it

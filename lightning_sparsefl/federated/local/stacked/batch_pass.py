@@ -50,7 +50,7 @@ class BatchPass:
         self.parts = 1
         """Number of batches whose gradients make one optimizer step, by which Lightning divides the loss."""
         self.losses = torch.empty(0)
-        """Losses of the training step, one for each client."""
+        """Losses of the training step, one for each client, divided by :attr:`parts`."""
         self.outputs: dict[str, Any] = {}
         """What a hook sees of what the training step returns, if :attr:`has_outputs`."""
         self.has_outputs = False
@@ -64,16 +64,16 @@ class BatchPass:
         return self.part.leaves
 
     def train(self) -> Tensor:
-        """Run the training step, and return the losses, each divided by :attr:`parts`.
+        """Run the training step, and return the losses.
 
         Raises:
             NotStackable: If the training step does something that has no meaning for several clients at once.
         """
-        self.losses, beside = self._run(self.part, self.batch)
-        parted = self.losses if self.parts == 1 else self.losses / self.parts
+        losses, beside = self._run(self.part, self.batch)
+        self.losses = losses if self.parts == 1 else losses / self.parts
         if self.has_outputs:
-            self.outputs = {**beside, "loss": parted.detach().clone()}
-        return parted
+            self.outputs = {**beside, "loss": self.losses.detach().clone()}
+        return self.losses
 
     def _run(self, part: StackedModule, given: Any) -> tuple[Tensor, Mapping[str, Any]]:
         """Return the losses of the training step, and what it returns beside them."""

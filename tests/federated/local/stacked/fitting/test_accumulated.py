@@ -141,22 +141,6 @@ def test_weights_under_masks_that_a_batch_without_a_step_writes(algorithm, parts
     assert sizes
 
 
-class ScalesAtEnd(Callback):
-    """Scales the gradients that a batch has left."""
-
-    stackable = True
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        scale(pl_module)
-
-
-class ScalesAtStart(Callback):
-    stackable = True
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        scale(pl_module)
-
-
 class ReadsAtEnd(Callback):
     """Decays weights by the norm of the gradients that the last batch has left."""
 
@@ -171,20 +155,6 @@ class ReadsAtEnd(Callback):
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         for parameter in pl_module.parameters():
             parameter.grad.add_(parameter.detach(), alpha=0.1 * self.norm)
-
-
-class WritesAtEnd(Callback):
-    stackable = True
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        write(pl_module)
-
-
-class WritesAfterBackward(Callback):
-    stackable = True
-
-    def on_after_backward(self, trainer, pl_module):
-        write(pl_module)
 
 
 def scale(module):
@@ -203,8 +173,22 @@ def mask():
     return StaticMask(masks={"net.2.weight": kept})
 
 
+def acting(hook, act):
+    """Return a class of callbacks that do something to the module in a hook."""
+    return type("Acts", (Callback,), {"stackable": True, hook: lambda self, trainer, pl_module, *args: act(pl_module)})
+
+
+ACTING = {
+    "scales at the end": acting("on_train_batch_end", scale),
+    "scales at the start": acting("on_train_batch_start", scale),
+    "reads at the end": ReadsAtEnd,
+    "writes at the end": acting("on_train_batch_end", write),
+    "writes after the backward pass": acting("on_after_backward", write),
+}
+
+
 @pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("kind", [ScalesAtEnd, ScalesAtStart, ReadsAtEnd, WritesAtEnd, WritesAfterBackward])
+@pytest.mark.parametrize("kind", ACTING.values(), ids=ACTING)
 def test_callbacks_see_gradients_that_wait_and_masks_hold_what_they_write(kind, parts, tmp_path):
     for place, callbacks in enumerate(([kind(), mask()], [mask(), kind()])):
         folder = tmp_path / str(place)
