@@ -182,6 +182,8 @@ class ClientView:
         shared: Record of the server about the client.
         local_epochs: Number of the client's local epochs in the round (`federation.local_epochs`); None =
             `trainer.max_epochs`.
+        neighbours: Views of the clients that :meth:`FederatedAlgorithm.neighbours_of` names, by number; only for
+            messages and costs.
     """
 
     id: int
@@ -193,6 +195,7 @@ class ClientView:
     monitor: str = "train_acc"
     shared: Shared = field(default_factory=dict)
     local_epochs: int | None = None
+    neighbours: Mapping[int, ClientView] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from lightning_sparsefl.algorithms.apfl import APFL
 from lightning_sparsefl.algorithms.cs import CS
 from lightning_sparsefl.algorithms.depthfl import DepthFL
+from lightning_sparsefl.algorithms.dispfl import DisPFL
 from lightning_sparsefl.algorithms.ditto import Ditto
 from lightning_sparsefl.algorithms.fd import FD
 from lightning_sparsefl.algorithms.fedavg import FedAvg
@@ -60,6 +61,7 @@ __all__ = [
     "SNIP",
     "SSFL",
     "DepthFL",
+    "DisPFL",
     "Ditto",
     "FedAvg",
     "FedBABU",

@@ -28,28 +28,34 @@ clients train dense until their validation accuracy exceeds .5, and from then on
 each time they take part, and let as many positions return as the density allows, those with the largest gradients,
 whether they were held or not. The cells of these tables run FedSpa.
 
-With ``merge="count"`` and all clients in each round it is DisPFL (arXiv:2206.00187) on the full graph, except that a
-weight that no client holds keeps its value instead of becoming 0.
+With ``merge="count"`` and all clients in each round it computes what :class:`~lightning_sparsefl.DisPFL` does on the
+full graph, except that a weight that no client holds keeps its value instead of becoming 0, and that the exchange falls
+to 0 one round earlier.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-from lightning_sparsefl.cost import forward_flops
+from lightning_sparsefl.algorithms._mask_search import (
+    Growth,
+    LayerDensity,
+    MaskPool,
+    drawn_masks,
+    layer_counts,
+    masked_shapes,
+    searched,
+    with_search,
+)
 from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.aggregation.reducers import CoverageMean, PlainMean, Reducer
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.seeds import generator
-from lightning_sparsefl.sparse.density import erk, kept_counts, maskable, uniform
 from lightning_sparsefl.sparse.masks import apply, subtract
-from lightning_sparsefl.sparse.prune import prune, random_masks
-from lightning_sparsefl.sparse.regrow import regrow
+from lightning_sparsefl.sparse.masks import counts as kept_by
 from lightning_sparsefl.sparse.schedule import cosine
-from lightning_sparsefl.sparse.scores import gradient, magnitude, random
 from lightning_sparsefl.types import (
     ClientView,
     CostFacts,
@@ -72,15 +78,15 @@ class FedSpa(FederatedAlgorithm):
     """Whether masks are searched (DST) or keep their random initial values (RSM)."""
     mask_init: Literal["same", "different"] = "same"
     """Whether all clients start from the same mask or from different ones."""
-    layer_density: Literal["erk", "uniform"] = "erk"
+    layer_density: LayerDensity = "erk"
     """Distribution of the density over layers."""
-    growth: Literal["gradient", "random"] = "gradient"
+    growth: Growth = "gradient"
     """Criterion for growing weights."""
     exchange: float = 0.5
     """Fraction of a layer's kept weights that the first search exchanges (alpha_0), in [0, 1]; it falls by a cosine."""
     merge: Literal["mean", "count"] = "mean"
     """Mean of each coordinate over the cohort (the paper), or over the clients whose masks keep it."""
-    mask_pool: Literal["weights", "all"] = "weights"
+    mask_pool: MaskPool = "weights"
     """Masked tensors: those of two or more dimensions, or every parameter (the published cost tables)."""
 
     def __post_init__(self) -> None:
@@ -100,12 +106,8 @@ class FedSpa(FederatedAlgorithm):
 
     def init(self, weights: Weights, fleet: Fleet) -> ServerState:
         """Draw the common mask, which determines the number of weights of every layer for the whole run."""
-        parameters = fleet.trained(weights)
-        names = maskable(parameters) if self.mask_pool == "weights" else tuple(parameters)
-        shapes = {name: weights[name].shape for name in names}
-        spread = erk if self.layer_density == "erk" else uniform
-        counts = kept_counts(shapes, spread(shapes, self.density))
-        masks = fleet.random_masks(shapes, counts, "FedSpa mask")
+        shapes = masked_shapes(weights, fleet, self.mask_pool)
+        masks = fleet.random_masks(shapes, layer_counts(shapes, self.density, self.layer_density), "FedSpa mask")
         return ServerState(round=0, weights=weights, extra={"first_masks": masks})
 
     def download(self, server: ServerState, view: ClientView) -> Message:
@@ -125,11 +127,7 @@ class FedSpa(FederatedAlgorithm):
         first = server.extra["first_masks"]
         if self.mask_init == "same":
             return first
-        counts = {name: int(mask.sum()) for name, mask in first.items()}
-        shapes = {name: mask.shape for name, mask in first.items()}
-        drawn = random_masks(shapes, counts, generator(view.seed, view.id, "FedSpa mask"))
-        # masks are drawn on the CPU, so that they are equal on every machine
-        return {name: mask.to(first[name].device) for name, mask in drawn.items()}
+        return drawn_masks(first, kept_by(first), view, "FedSpa mask")
 
     @property
     def follows_length(self) -> bool:  # type: ignore[override]
@@ -139,26 +137,15 @@ class FedSpa(FederatedAlgorithm):
     def train(self, message: Message, client: Client) -> Update:
         """Train under the mask, then search for the next one (Algorithms 1 and 2)."""
         result = client.fit(message.weights, message.masks, callbacks=self.callbacks(message, client))
-        shared = {"masks": self._search(result.weights, message.masks, client)} if self.search == "dst" else None
+        rate = cosine(self.exchange, client.round, client.max_rounds)
+        searches = self.search == "dst"
+        masks = searched(result.weights, message.masks, rate, self.growth, client) if searches else None
         return Update(
             weights=subtract(result.weights, message.weights),
             kind="difference",
-            shared=shared,
+            shared={"masks": masks} if searches else None,
             metrics=result.metrics,
         )
-
-    def _search(self, trained: Weights, masks: Masks, client: Client) -> Masks:
-        """Drop the smallest weights of each layer, then grow the same number where the gradient is largest."""
-        rate = cosine(self.exchange, client.round, client.max_rounds)
-        if rate == 0:
-            return masks
-        weights = {name: trained[name] for name in masks}
-        kept = prune(magnitude(weights), masks, rate)
-        if self.growth == "gradient":
-            scores = gradient({name: g for name, g in client.gradient(trained).items() if name in masks})
-        else:
-            scores = random(masks, client.rng("growth"))
-        return regrow(scores, kept, {name: int(mask.sum()) for name, mask in masks.items()})
 
     def reducer(self) -> Reducer:
         """Return the mean over the cohort (eq. 4), or over the clients whose masks keep a coordinate."""
@@ -166,11 +153,6 @@ class FedSpa(FederatedAlgorithm):
 
     def costs(self, facts: CostFacts) -> Costs:
         """Return costs with ``E * n_k * 3 * F_sparse`` FLOPs and a dense pass over the batch of the search."""
-        costs, dense = super().costs(facts), 3 * forward_flops(facts.layers)
         rate = cosine(self.exchange, facts.view.round, facts.view.max_rounds)
-        searches = self.search == "dst" and self.growth == "gradient" and rate > 0
-        return replace(
-            costs,
-            flops_paper=costs.flops_paper + facts.batch_size * dense,
-            flops_analytic=costs.flops_analytic + searches * min(facts.batch_size, facts.samples) * dense,
-        )
+        by_gradient = self.search == "dst" and self.growth == "gradient" and rate > 0
+        return with_search(super().costs(facts), facts, by_gradient)

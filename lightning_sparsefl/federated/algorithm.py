@@ -24,7 +24,7 @@ its memory, and nothing else, so that they run on another machine unchanged.
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -66,6 +66,8 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
     """Whether `aggregate` makes the step of an optimizer, to which `federation.server_optimizer` would be a second."""
     uploads_shared = False
     """Whether updates may have `shared`, which the server sees for each client by itself, also under a secure sum."""
+    mixes_buffers = False
+    """Whether clients receive buffers of others in `Message.extra`, which `federation.buffers` does not leave out."""
 
     @property
     def at_full_capacity(self) -> str | None:
@@ -129,6 +131,17 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
             NotImplementedError: If the algorithm asks nothing.
         """
         raise NotImplementedError(f"`{type(self).__name__}` asks its fleet, and has no hook `survey`.")
+
+    def neighbours_of(self, view: ClientView, clients: Sequence[int]) -> Sequence[int]:
+        """Return the clients whose views a client's messages and costs depend on, as `view.neighbours`. Default: none.
+
+        With it a method can run without a global model: the server relays what clients uploaded as `Update.shared`.
+
+        Args:
+            view: Facts of the client.
+            clients: Numbers of all clients that train, ascending; `view.id` may be another one, which is only scored.
+        """
+        return ()
 
     def download(self, server: ServerState, view: ClientView) -> Message:
         """Return what the server sends to one client for training.

@@ -38,7 +38,7 @@ class Script:
         return self.slopes
 
 
-def view_of(client=0, round=0, max_rounds=5, shared=None, num_examples=7, seed=0, capacity=1.0):
+def view_of(client=0, round=0, max_rounds=5, shared=None, num_examples=7, seed=0, capacity=1.0, neighbours=None):
     return ClientView(
         id=client,
         num_examples=num_examples,
@@ -47,6 +47,7 @@ def view_of(client=0, round=0, max_rounds=5, shared=None, num_examples=7, seed=0
         max_rounds=max_rounds,
         seed=seed,
         shared=shared or {},
+        neighbours=neighbours or {},
     )
 
 

@@ -34,6 +34,8 @@ VARIANTS = [
     algorithms.FLASH(hetero=True, density=0.4, first_epochs=1, form="JMWST", sensitivity="weights"),
     algorithms.FedSpa(search="static", mask_init="different", layer_density="uniform", density=0.3),
     algorithms.FedSpa(mask_init="different", growth="random", merge="count", mask_pool="all"),
+    algorithms.DisPFL(topology="ring", mask_init="same", growth="random", mask_pool="all"),
+    algorithms.DisPFL(topology="full", density="capacity", search="static", layer_density="uniform"),
     algorithms.FedLPS(ratio="fixed", refresh="round", reduction="mean"),
     algorithms.FedLPS(ratio="capacity", pattern="rolling", dynamic=True, mu=0.1),
     algorithms.FedDIP(density=0.3, initial_density=1.0, reconfigure_every=1, penalty=0.01, mu=0.1, recover=False),

@@ -1,4 +1,4 @@
-"""Slow twin of DisPFL (Dai et al., arXiv:2206.00187) on the full graph, where all clients are awake."""
+"""Slow twins of DisPFL (Dai et al., arXiv:2206.00187), on any graph and on the full one."""
 
 import numpy as np
 
@@ -7,6 +7,37 @@ from reference.numpy_network import copied, gradient, masked, train
 
 
 class DisPFL:
+    """No server: w_k = m_k * sum_j w_j / sum_j m'_j over j = k and its neighbours, w_j trained under m'_j.
+
+    `neighbours` gives those of a client in a round. At first w_k = m_k * w_0.
+    """
+
+    def __init__(self, weights, masks, sgd, *, neighbours, rounds, exchange=0.5):
+        self.masks, self.sgd = {k: copied(mask) for k, mask in masks.items()}, sgd
+        self.shared = {k: copied(mask) for k, mask in masks.items()}
+        self.models = {k: masked(weights, mask) for k, mask in masks.items()}
+        self.neighbours, self.rounds, self.exchange, self.t = neighbours, rounds, exchange, 0
+
+    def personal(self, client):
+        mask, mean = self.masks[client], {}
+        terms = [(self.models[k], self.shared[k]) for k in (client, *self.neighbours(client, self.t))]
+        for name in self.models[client]:
+            holders = sum(held[name].astype(float) if name in held else 1.0 for _, held in terms)
+            mean[name] = sum(model[name] for model, _ in terms) / np.maximum(holders, 1)
+        return masked(mean, mask)
+
+    def round(self, batches, search_batch):
+        rate = exchange_rate(self.exchange, self.t, self.rounds + 1)
+        starts = {k: self.personal(k) for k in batches}
+        for k in batches:
+            mask = self.masks[k]
+            self.models[k], self.shared[k] = train(starts[k], batches[k], masks=mask, **self.sgd), mask
+            slopes = gradient(self.models[k], *search_batch[k])
+            self.masks[k] = {n: searched(m, self.models[k][n], slopes[n], rate) for n, m in mask.items()}
+        self.t += 1
+
+
+class FullGraph:
     """No server: w_k = m_k * sum_j w_j / sum_j m'_j over all clients, w_j trained under m'_j.
 
     Each client trains w_k under m_k, then searches for its next mask. Weights that nobody holds are 0, or `remembered`.

@@ -62,7 +62,8 @@ def profile(options: RunOptions, module: LightningModule, data: Any, precision: 
     parts = _parts(simulation, _SCHEDULED_PHASES if scheduled else _PHASES)
     simulation.fix_capacities()
     total = simulation.total(parts)
-    message = algorithm.download(first.server, server.view(server.training_clients[0], 0))
+    view = server.with_neighbours(first.server, server.view(server.training_clients[0], 0))
+    message = algorithm.download(first.server, view)
     final = algorithm.profile_state(first.server, last).masks
     return Profile(
         {

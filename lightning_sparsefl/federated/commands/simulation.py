@@ -260,7 +260,7 @@ class Simulation:
         """Return the server's view of a part's client before the simulation."""
         client = self.representatives[part.capacity, part.kind]
         record = self.server.record(client) if part.again else ServerRecord()
-        return self.server.view(client, part.middle, record)
+        return self.server.with_neighbours(self.first.server, self.server.view(client, part.middle, record))
 
     def _costs(self, view: ClientView, order: Order, part: Part, batching: Batching | None = None) -> Costs:
         facts = self.server.workload.facts(view, order.message, batching)

@@ -44,6 +44,7 @@ class MergePolicy:
         self._check_reducer()
         if federation.privacy is not None:
             self._check_privacy(federation.privacy)
+        self._check_buffers()
         self._check_changes()
 
     def start(self, state: RunState, total_weight: int) -> Accumulator:
@@ -141,6 +142,13 @@ class MergePolicy:
                 raise InvalidOption(
                     f"`federation.{name}` is {options[name]}, but {type(method).__name__} {clause}; expected null."
                 )
+
+    def _check_buffers(self) -> None:
+        if self.algorithm.mixes_buffers and self.layout.buffers and self.federation.buffers != "average":
+            raise InvalidOption(
+                f"`federation.buffers` is {self.federation.buffers!r}, but {type(self.algorithm).__name__} averages "
+                f"buffers, such as {min(self.layout.buffers)!r}, among its clients; expected 'average'."
+            )
 
     def _check_privacy(self, privacy: Privacy) -> None:
         if not self.algorithm.can_be_private:

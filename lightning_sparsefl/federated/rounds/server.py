@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Protocol
@@ -193,6 +194,29 @@ class Server:  # long because the facts of one order are needed at each of its s
             local_epochs=about.local_epochs,
         )
 
+    def with_neighbours(self, server: ServerState, view: ClientView) -> ClientView:
+        """Return a client's view with those of its neighbours, as messages and costs need it.
+
+        Args:
+            server: State of the server.
+            view: View of the client.
+
+        Raises:
+            InvalidOption: If the algorithm names a client that does not train.
+        """
+        if type(self.algorithm).neighbours_of is FederatedAlgorithm.neighbours_of:
+            return view
+        named = self.algorithm.neighbours_of(view, self.training_clients)
+        check_result(self.algorithm, "neighbours_of", named, Sequence)
+        for client in named:
+            if not _is_among(self.training_clients, client):
+                raise InvalidOption(
+                    f"`{type(self.algorithm).__name__}.neighbours_of` returned {client!r} for client {view.id}; "
+                    "expected numbers of clients that train."
+                )
+        records = {client: self.record(client, server.round) for client in sorted(named)}
+        return replace(view, neighbours={n: self.view(n, view.round, record) for n, record in records.items()})
+
     def alike(self, server: ServerState, clients: Sequence[int]) -> dict[int, Hashable] | None:
         """Return what the clients of a stack must have in common; None for a method whose clients all train alike.
 
@@ -234,7 +258,7 @@ class Server:  # long because the facts of one order are needed at each of its s
         round = state.server.round if round is None else round
         record = self.record(client, state.server.round)
         record = ServerRecord() if forgotten else record
-        view = self.view(client, round, record)
+        view = self.with_neighbours(state.server, self.view(client, round, record))
         if message is None:
             message = self._message(state.server, view, task)
         else:
@@ -438,6 +462,7 @@ class Server:  # long because the facts of one order are needed at each of its s
         if self.workload.layers is None:
             return None
         view = self.view(client, state.server.round, self.record(client, state.server.round))
+        view = self.with_neighbours(state.server, view)
         costs = self._expected_costs(state.server, view)
         return self._seconds(view, costs.flops_analytic, round(costs.bytes_up_paper))
 
@@ -566,6 +591,14 @@ class _Messages:
             self._known[key] = tensors, weights, size  # with the tensors, so that no other object gets their identity
         _, weights, size = self._known[key]
         return replace(message, weights=weights), size
+
+
+def _is_among(clients: Sequence[int], client: object) -> bool:
+    """Return whether ascending numbers, of which there may be many, contain a value."""
+    if not isinstance(client, int):
+        return False
+    place = bisect_left(clients, client)
+    return place < len(clients) and clients[place] == client
 
 
 def _facts(view: ClientView) -> ClientFacts:
