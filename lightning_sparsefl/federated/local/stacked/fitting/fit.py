@@ -39,6 +39,8 @@ from lightning_sparsefl.federated.local.stacked.fitting.hooks import (
     to_device,
 )
 from lightning_sparsefl.federated.local.stacked.fitting.optimizers import StackedOptimizer, clip, options_of
+from lightning_sparsefl.federated.local.stacked.fitting.own_step import CLAUSE as OWN_STEP
+from lightning_sparsefl.federated.local.stacked.fitting.own_step import OwnStep
 from lightning_sparsefl.federated.local.stacked.fitting.stack_trainer import StackTrainer, require_elementwise
 from lightning_sparsefl.federated.local.stacked.logs import ChangesAttribute, NotStackable, SeesOneClient, StackedLog
 from lightning_sparsefl.federated.local.stacked.metrics.functional import functions_for_clients
@@ -132,7 +134,7 @@ class StackedFit:
         if acts and "on_train_batch_start" in sees_batches:
             raise NotStackable("is preceded by `on_train_batch_start`, which follows what a callback does to a batch")
         own_rates = any(callback.changes_rates for callback, _ in self._callbacks)
-        if own_rates and GRADIENT_HOOKS & trainer.hooks.overridden:
+        if own_rates and (GRADIENT_HOOKS | {"optimizer_step"}) & trainer.hooks.overridden:
             raise NotStackable("is followed by a hook that sees learning rates, of which each client has its own")
         self._recorder = None if acts or findings.attributes or sees_batches else recorder
         self._parts: dict[tuple[int, int], _Part] = {}
@@ -141,6 +143,8 @@ class StackedFit:
         """Whether hooks of the module have been called since the last batch."""
         self._states: ModuleStates | None = None
         """Attributes of the module before the first step, after callbacks and `configure_optimizers`."""
+        self._own_step: OwnStep | None = None
+        """The module's `optimizer_step`; None if it does not override it."""
         self._settings: Settings | None = None
         """Those of the trainer, of its parts and of the optimizer at that time."""
         self.checked = False
@@ -246,6 +250,8 @@ class StackedFit:
 
     def release(self) -> None:
         """Let the callbacks leave the module as it was."""
+        if self._own_step is not None:
+            self._own_step.close()
         for callback, _ in self._callbacks:
             callback.release()
 
@@ -279,6 +285,8 @@ class StackedFit:
             each.prepare(self.optimizer.optimizer, bool(trainer.gradient_clip_val), chain)
         for callback in self._rates:
             callback.on_fit_start(trainer, self.module)
+        if "optimizer_step" in trainer.hooks.overridden:
+            self._own_step = OwnStep(trainer, self.optimizer.optimizer, self._hidden)
 
     def _add_further(self, optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, Tensor]]:
         """Add the leaves of callbacks to the optimizer; return each with the parameter that stands for it there."""
@@ -466,12 +474,20 @@ class StackedFit:
     def _schedule(self, interval: Literal["step", "epoch"], number: int) -> None:
         if not self.trainer.lr_scheduler_configs:
             return
-        self.loop.for_all = True
-        reads_weights = f"{_SCHEDULER_READS} weights, of which each client has its own"
-        hidden = self.whole.attributes.states.hidden(_SCHEDULER_READS)
-        with hidden, self._for_all(_SCHEDULER_READS), OtherTensors(self.whole.own_ids, reads_weights):
+        with self._hidden(_SCHEDULER_READS):
             step_schedulers(self.trainer, self.trainer.hooks, interval, number, plateau=False)
-        self.loop.for_all = False
+
+    @contextmanager
+    def _hidden(self, reads: str) -> Iterator[None]:
+        """Refuse to read what each client has of its own, such as weights, in what runs once for all clients."""
+        self.loop.for_all = True
+        attributes = self.whole.attributes.states.hidden(reads)
+        weights = OtherTensors(self.whole.own_ids, f"{reads} weights, of which each client has its own")
+        try:
+            with attributes, self._for_all(reads), weights:
+                yield
+        finally:
+            self.loop.for_all = False
 
     @contextmanager
     def _for_all(self, reads: str = "reads") -> Iterator[None]:
@@ -517,6 +533,9 @@ class StackedFit:
         one.parts = self.trainer.accumulate_grad_batches
         one.has_outputs = "on_train_batch_end" in self.trainer.hooks.overridden
         self._start_batch(callbacks, one)
+        own = self._own_step if self._is_step(low, number) else None
+        if own is not None:
+            self._run_own(one, lambda: own.start(number))
         if self._recorder is None:
             self._pass(one, callbacks)
         else:
@@ -551,9 +570,21 @@ class StackedFit:
         self.optimizer.step(low, high, rows, recorded)
         if self._accumulated is not None:
             self._accumulated.clear(low, high)
+        if self._own_step is not None:
+            self._run_own(one, self._own_step.finish)
         self.loop.set_steps(self.optimizer.taken[low:high])  # as schedulers see it
         for callback in callbacks:
             callback.after_step(one.leaves)
+
+    def _run_own(self, one: BatchPass, part: Callable[[], None]) -> None:
+        """Run a part of the module's `optimizer_step`, which may log and set options of the optimizer."""
+        structure, metrics, samples = structure_of(self.module), one.metrics, partial(samples_of, one.batch)
+        self.log.level = 0
+        with self.log.of_hook("optimizer_step", metrics.low, metrics.high, samples):
+            part()
+        if not is_same_structure(structure_of(self.module), structure):
+            raise NotStackable(f"{OWN_STEP}, which changes layers of the module, their modes or their hooks")
+        self._begun_with.require_same()
 
     def _end_batch(self, callbacks: Sequence[StackedCallback], one: BatchPass) -> None:
         """Let callbacks and the module act after a batch."""

@@ -28,15 +28,19 @@ EVALUATION_HOOKS = frozenset(f"on_{stage}_{time}" for stage in ("validation", "t
 """Hooks of an evaluation that are called for several clients at once."""
 GRADIENT_HOOKS = frozenset(("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"))
 """Hooks of a fit that see gradients, which are called for one client after another if they read numbers out of them."""
-STACKED_HOOKS = TRAINING_HOOKS | GRADIENT_HOOKS | {"lr_scheduler_step"}
+STACKED_HOOKS = TRAINING_HOOKS | GRADIENT_HOOKS | {"lr_scheduler_step", "optimizer_step"}
 """Hooks that a module whose clients train as a stack may override, besides those of the batch transfer."""
 BATCH_HOOKS = frozenset(name for name in TRAINING_HOOKS | EVALUATION_HOOKS if "_batch_" in name)
 """Hooks that see a batch."""
 
 
 @contextmanager
-def _failing_as(clause: str) -> Iterator[None]:
-    """Raise :class:`NotStackable` in the place of an error of a hook, unless there is no memory or a remedy."""
+def failing_as(clause: str) -> Iterator[None]:
+    """Raise :class:`NotStackable` in the place of an error of a hook, unless there is no memory or a remedy.
+
+    Args:
+        clause: Start of the clause that says what fails.
+    """
     try:
         yield
     except Exception as error:
@@ -79,7 +83,7 @@ def call_hook(
         return output
 
     samples = None if number is None else partial(samples_of, given[-1])
-    with _failing_as(f"is followed by `{name}`"), log.of_hook(name, metrics.low, metrics.high, samples):
+    with failing_as(f"is followed by `{name}`"), log.of_hook(name, metrics.low, metrics.high, samples):
         return part.call(run, given)
 
 
@@ -102,7 +106,7 @@ def to_device(
     batch = trainer.precision_plugin.convert_input(batch)
     if not hooks.override_transfer:
         return hooks.to_device(batch, device)
-    with acting, _failing_as("is preceded by a hook of the batch transfer"):
+    with acting, failing_as("is preceded by a hook of the batch transfer"):
         batch = part.call(lambda own, level: hooks.to_device(own, device), batch)
     states.require_same()
     return batch
@@ -142,7 +146,7 @@ def call_with_gradients(
         with metrics.shown(level):
             hooks.call_module(name, *given(tensors), **options)
 
-    with _failing_as(f"is followed by `{name}`"), log.of_hook(name, metrics.low, metrics.high, samples):
+    with failing_as(f"is followed by `{name}`"), log.of_hook(name, metrics.low, metrics.high, samples):
         return part.call_with_gradients(run)
 
 
@@ -180,7 +184,7 @@ def call_for_each(
         NotStackable: If the hook fails for a client.
     """
     log.level = 0
-    with _failing_as(f"is followed by `{name}`"):
+    with failing_as(f"is followed by `{name}`"):
         for place, (tensors, attributes, metrics, arguments) in enumerate(views):
             low, high = metrics.low, metrics.high
             with log.of_hook(name, low, high, samples), metrics.shown(0), part.showing(tensors, place, attributes):

@@ -181,7 +181,7 @@ class StackedOptimizer:
         """
         groups, state = self.optimizer.param_groups, self.optimizer.state
         before = [group["params"] for group in groups]
-        self.optimizer.state = _StateOfAll(reads)  # type: ignore[assignment]
+        self.optimizer.state = StateOfAll(reads)  # type: ignore[assignment]
         for group in groups:
             group["params"] = _ParametersOfAll(reads)
         try:
@@ -200,7 +200,7 @@ class StackedOptimizer:
 
         def view(leaves: Mapping[Tensor, Tensor]) -> torch.optim.Optimizer:
             optimizer = _pointed_at(whole, leaves)
-            optimizer.state = _StateOfAll("reads")  # type: ignore[assignment]
+            optimizer.state = StateOfAll("reads")  # type: ignore[assignment]
             return optimizer
 
         return view
@@ -300,7 +300,9 @@ class _ParametersOfAll(_OfAll, list[Tensor]):
     what = "parameters, which are those of all clients"
 
 
-class _StateOfAll(_OfAll, dict[Tensor, Any]):
+class StateOfAll(_OfAll, dict[Tensor, Any]):
+    """Stand-in for the state of an optimizer; the argument is that of the base class."""
+
     what = "state, which is that of all clients"
 
     get = items = keys = values = _OfAll._refuse

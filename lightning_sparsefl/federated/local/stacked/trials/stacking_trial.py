@@ -159,6 +159,7 @@ class StackingTrial:
                 self.loops = any(functorch.LOOPS in str(warning.message) for warning in caught)
                 if clause is None:
                     self._try_optimizers()
+                    self._try_own_step()
         except Exception as error:
             clause = reason_of(error)
         finally:
@@ -227,6 +228,12 @@ class StackingTrial:
         name = differing_value(*kept)
         if name is not None:
             raise NotStackable(f"is preceded by `configure_optimizers`, which keeps a client's own value in `{name}`")
+
+    def _try_own_step(self) -> None:
+        """Step once by the module's own `optimizer_step`, if it has one; raise if that cannot be stacked."""
+        if "optimizer_step" in overridden(self._module):
+            StepTrial(self._worker, self.findings).step_as_configured()
+            self.planned = True  # it may set rates by the number of steps
 
     def _optimizers(self) -> tuple[list[torch.optim.Optimizer], list[tuple[str, Any]]]:
         """Return the module's own optimizers, and what it keeps beside its weights once it has made them."""

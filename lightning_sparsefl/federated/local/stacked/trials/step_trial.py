@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -24,7 +25,7 @@ from lightning_sparsefl.federated.local.stacked.states.leaves import layout_of
 from lightning_sparsefl.federated.local.stacked.states.undo import objects_kept
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.seeds import seed_all
-from lightning_sparsefl.sparse.attributes import attribute_replaced
+from lightning_sparsefl.sparse.attributes import attributes_replaced
 from lightning_sparsefl.sparse.modes import modes_restored
 from lightning_sparsefl.types import Weights
 
@@ -160,6 +161,21 @@ class StepTrial:
 
     def stacked(self) -> Sequence[Result]:
         """Return the results of each client of the stack."""
+        requests = self._requests()
+        self._worker.load(self._starts[0])
+        kept = objects_kept(self._transforms)
+        with gradient_descent(self._module), _other_counts(self._module), kept:
+            self._findings.repeat(lambda: self._fit(requests), lambda: rewind(requests))
+        return [(request.result, request.metrics) for request in requests]
+
+    def step_as_configured(self) -> None:
+        """Train the stack with the module's own optimizer and `optimizer_step`; raise if they cannot be stacked."""
+        requests = self._requests()
+        self._worker.load(self._starts[0])
+        with modes_restored(self._module), objects_kept(self._transforms):
+            self._findings.repeat(lambda: self._run(requests), lambda: rewind(requests))
+
+    def _requests(self) -> list[StackedRequest]:
         requests = []
         for place, (client, weights) in enumerate(zip(self._clients, self._starts, strict=True)):
             reader = self._reader(client)
@@ -168,15 +184,14 @@ class StepTrial:
         with objects_kept(self._transforms):
             if len({self._layout(client) for client in self._clients}) > 1:
                 raise NotStackable("gets batches of other shapes from other clients")
-        self._worker.load(self._starts[0])
-        kept = objects_kept(self._transforms)
-        with gradient_descent(self._module), _other_counts(self._module), kept:
-            self._findings.repeat(lambda: self._fit(requests), lambda: rewind(requests))
-        return [(request.result, request.metrics) for request in requests]
+        return requests
 
     def _fit(self, requests: Sequence[StackedRequest]) -> None:
         with drawing_nothing(*requests[0].key, "stack"):
-            self.planned = fit_stack(self._engine, self._module, self._data, requests, self._findings)
+            self._run(requests)
+
+    def _run(self, requests: Sequence[StackedRequest]) -> None:
+        self.planned = fit_stack(self._engine, self._module, self._data, requests, self._findings)
 
     def clause(self, stacked: Sequence[Result], alone: Sequence[Result], tolerance: Tolerance) -> str | None:
         """Return what differs between the results, as a clause, or None.
@@ -287,7 +302,10 @@ def _descent(module: Any) -> Any:
 @contextmanager
 def gradient_descent(module: nn.Module) -> Iterator[None]:
     """Make a module configure plain gradient descent without dropout within the context."""
-    with attribute_replaced(module, "configure_optimizers", MethodType(_descent, module)), modes_restored(module):
+    values = {"configure_optimizers": MethodType(_descent, module)}
+    if is_overridden("optimizer_step", module, LightningModule):  # which may step by nothing at first
+        values["optimizer_step"] = MethodType(LightningModule.optimizer_step, module)
+    with attributes_replaced(module, values), modes_restored(module):
         for child in module.modules():
             if isinstance(child, nn.modules.dropout._DropoutNd):
                 child.training = False

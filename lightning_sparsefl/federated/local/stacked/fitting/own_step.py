@@ -1,0 +1,136 @@
+"""A module's `optimizer_step` in a stack, called once for all clients that step together.
+
+Lightning's default does nothing but step, and an override mostly sets learning rates before or after it, as for a
+warm-up. So the hook runs as a fiber: it is started before the pass of the batch, waits where it steps the optimizer,
+and goes on when the clients have stepped. It sees neither weights nor losses, of which each client has its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+
+from lightning_sparsefl.federated.local.stacked.fibers import Fiber, ask
+from lightning_sparsefl.federated.local.stacked.fitting.hooks import failing_as
+from lightning_sparsefl.federated.local.stacked.fitting.optimizers import StateOfAll, options_of
+from lightning_sparsefl.federated.local.stacked.logs import NotStackable
+
+NAME = "optimizer_step"
+CLAUSE = f"is followed by `{NAME}`"
+"""Start of the clauses that say what cannot be stacked."""
+_READS = f"{CLAUSE}, which reads"
+
+
+class OwnStep:
+    """The hook in one fit of several clients.
+
+    Args:
+        trainer: Trainer of the stack.
+        optimizer: Optimizer of all clients, whose groups the hook sees.
+        hidden: Function that makes the context in which the hook runs, where what each client has of its own is hidden.
+    """
+
+    def __init__(
+        self, trainer: Any, optimizer: torch.optim.Optimizer, hidden: Callable[[str], AbstractContextManager[None]]
+    ) -> None:
+        self._trainer, self._optimizer, self._hidden = trainer, optimizer, hidden
+        seen = copy.copy(optimizer)
+        seen.param_groups = optimizer.param_groups  # the very groups, whose options the hook may set
+        seen.state = StateOfAll(_READS)  # type: ignore[assignment]
+        seen.step = _refuse_step  # type: ignore[method-assign]
+        self._seen = LightningOptimizer(seen)
+        self._seen._strategy = _Waiting()  # type: ignore[assignment]
+        self._fiber: Fiber[Any] | None = None
+        self._batch: tuple[int, int] | None = None
+        """Epoch and index of the batch in which the hook was called last."""
+        self._before: list[dict[str, Any]] = []
+        """Options of the optimizer before that batch."""
+        self._after: list[dict[str, Any]] | None = None
+        """Those after the step of the first clients of that batch; None before it."""
+
+    def start(self, number: int) -> None:
+        """Run the hook up to its step.
+
+        Args:
+            number: Index of the batch within the epoch.
+
+        Raises:
+            NotStackable: If the hook fails, or ends without a step.
+        """
+        batch = self._trainer.current_epoch, number
+        if batch != self._batch:
+            self._batch, self._before, self._after = batch, options_of(self._optimizer), None
+        else:  # clients that step apart see the same options
+            self._set(self._before)
+        call, hook = self._trainer.hooks.call_module, (NAME, *batch, self._seen, _closure)
+        self._fiber = Fiber(lambda: call(*hook))
+        if self._runs_to_its_end():
+            raise NotStackable(f"{CLAUSE}, which ends without a step")
+
+    def finish(self) -> None:
+        """Run the rest of the hook, after the clients' step.
+
+        Raises:
+            NotStackable: If the hook fails, steps again, or sets other options than for other clients.
+        """
+        if not self._runs_to_its_end():
+            raise NotStackable(f"{CLAUSE}, which steps twice")
+        options = options_of(self._optimizer)
+        if self._after is not None and self._after != options:
+            raise NotStackable(f"{CLAUSE}, which sets options of the optimizer, which all clients share")
+        self._fiber, self._after = None, options
+
+    def close(self) -> None:
+        """End a hook that waits for a step which is not made."""
+        if self._fiber is not None:
+            self._fiber.close()
+            self._fiber = None
+
+    def _runs_to_its_end(self) -> bool:
+        """Run the hook until its next step or its end; return whether it has ended."""
+        assert self._fiber is not None
+        with failing_as(CLAUSE), self._hidden(_READS):
+            self._fiber.resume(_Unread())
+            if self._fiber.done:
+                self._fiber.result()
+        return self._fiber.done
+
+    def _set(self, options: list[dict[str, Any]]) -> None:
+        for group, values in zip(self._optimizer.param_groups, options, strict=True):
+            group.update(values)
+
+
+def _closure() -> Any:
+    """Stand for the closure that runs the training step, which the stack has its own time for."""
+    raise NotStackable("calls its closure itself")
+
+
+def _refuse_step(closure: Any = None) -> Any:
+    """Stand for the step of the optimizer without Lightning's wrapper, which neither clips nor calls other hooks."""
+    raise NotStackable("steps the optimizer without its wrapper")
+
+
+class _Waiting:
+    """Strategy of the optimizer that the hook sees."""
+
+    @staticmethod
+    def optimizer_step(optimizer: Any, closure: Callable[[], Any], **options: Any) -> Any:
+        """Wait for the clients' step, in the fiber of the hook."""
+        if closure is not _closure:
+            raise NotStackable("steps with another closure than its own")
+        return ask(None)
+
+
+class _Unread:
+    """What the step returns, which would be the loss of one client."""
+
+    def _refuse(self, *args: Any, **options: Any) -> Any:
+        raise NotStackable("reads the loss that the step returns")
+
+    __bool__ = __float__ = __format__ = __getattr__ = _refuse
+    __add__ = __radd__ = __mul__ = __rmul__ = __truediv__ = __lt__ = __gt__ = _refuse

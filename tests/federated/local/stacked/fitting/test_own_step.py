@@ -1,0 +1,229 @@
+"""A module's own `optimizer_step`: called once for all clients that step together, or they train one after another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_sparsefl import SCAFFOLD, FedDIP, FedDyn, FedLPS, FedNova, FedProx, FedSpa, HeteroFL, PFedMe
+from lightning_sparsefl.federated.local.round_lr import ExponentialRoundLR
+from tests.federated.local.stacked import test_odd_modules as odd
+from tests.federated.local.stacked.test_odd_modules import Plain, check, check_alone, check_found, said_alone
+
+
+class WarmsUp(Plain):
+    """Raises the learning rate in the first steps, as the documentation of Lightning shows."""
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.02)
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=optimizer_closure)
+        if self.trainer.global_step < 6:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.02 * min(1.0, (self.trainer.global_step + 1) / 6)
+
+
+class SetsBefore(Plain):
+    """Sets options before the step, which the training step sees, and logs them."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def training_step(self, batch, batch_idx):
+        self.log("rate", self.optimizers().param_groups[0]["lr"])
+        return self.loss(batch)
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        assert isinstance(optimizer, torch.optim.SGD)
+        group = self.trainer.optimizers[0].param_groups[0]
+        group["lr"], group["momentum"] = 0.1 / (1 + epoch + batch_idx), 0.5 + 0.1 * epoch
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        self.log("momentum", optimizer.param_groups[0]["momentum"], on_step=False, on_epoch=True)
+
+
+class Decays(Plain):
+    """Multiplies the learning rate in every step."""
+
+    def training_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        self.log("train_acc", (logits.argmax(1) == batch[1]).double().mean(), on_step=False, on_epoch=True)
+        return torch.nn.functional.cross_entropy(logits, batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_acc", (self(batch[0]).argmax(1) == batch[1]).double().mean())
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(optimizer_closure)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+
+
+class BesideASchedule(WarmsUp):
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+AT_ONCE = [WarmsUp, SetsBefore, Decays, BesideASchedule]
+
+
+@pytest.mark.slow_after_first("sizes")
+@pytest.mark.parametrize("sizes", [list(odd.SIZES), [20] * 4, [17, 19, 20, 18]], ids=["ragged", "even", "last"])
+@pytest.mark.parametrize("kind", AT_ONCE)
+def test_the_hook_is_called_once_for_clients_with_equal_numbers_of_batches(kind, sizes, tmp_path, monkeypatch):
+    """Where their last batches have other sizes, they step apart, each with the options that it would see alone."""
+    monkeypatch.setattr(odd, "SIZES", sizes)
+    stacks, said = check(kind, tmp_path)
+    assert not said_alone(said)
+    assert stacks == ([2, 2] if sizes == odd.SIZES and len(set(sizes)) > 1 and 6 in sizes else [4, 4])
+
+
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize(
+    "algorithm", [FedProx(mu=0.1), FedSpa(density=0.5), SCAFFOLD(), FedDIP(), FedDyn(), HeteroFL(), FedNova()]
+)
+def test_methods_with_a_warm_up(algorithm, tmp_path, monkeypatch):
+    monkeypatch.setattr(odd, "SIZES", [20] * 4)
+    stacks, said = check(WarmsUp, tmp_path, algorithm=algorithm)
+    assert set(stacks) == {4}
+    assert not said_alone(said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [FedLPS(), PFedMe(lam=5.0)])
+def test_methods_that_may_train_alone(algorithm, tmp_path, monkeypatch):
+    monkeypatch.setattr(odd, "SIZES", [20] * 4)
+    check(Decays, tmp_path, algorithm=algorithm)
+
+
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize("kind", AT_ONCE)
+def test_only_steps_call_the_hook_where_gradients_are_accumulated(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(odd, "SIZES", [23] * 4)
+    stacks, said = check(kind, tmp_path, accumulate_grad_batches=2)
+    assert stacks == [4, 4]
+    assert not said_alone(said)
+
+
+def test_rates_of_the_round_and_clipping(tmp_path, monkeypatch):
+    monkeypatch.setattr(odd, "SIZES", [20] * 4)
+    options = {"round_lr": ExponentialRoundLR(gamma=0.5), "gradient_clip_val": 0.1}
+    assert check(Decays, tmp_path, **options)[0] == [4, 4]
+
+
+class ReadsWeights(Plain):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=optimizer_closure)
+        self.log("size", self.net[0].weight.norm())
+
+
+class ReadsParameters(Plain):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=optimizer_closure)
+        with torch.no_grad():
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.clamp_(-0.2, 0.2)
+
+
+class ReadsState(Plain):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=optimizer_closure)
+        self.log("kept", float(len(optimizer.state)))
+
+
+class ReadsTheLoss(Plain):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        if optimizer.step(closure=optimizer_closure) > 100:
+            optimizer.param_groups[0]["lr"] = 0.0
+
+
+class OtherClosure(Plain):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=lambda: optimizer_closure())
+
+
+class WithoutTheWrapper(Plain):
+    """Steps the optimizer itself, so that Lightning neither clips gradients nor calls hooks of the step."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.optimizer.step(optimizer_closure)
+
+
+class ChangesModes(Plain):
+    def layers(self):
+        return torch.nn.Sequential(*super().layers(), torch.nn.Dropout(0.0))
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=optimizer_closure)
+        self.net[3].train(not self.net[3].training)
+
+
+class Counts(Plain):
+    """Sets the learning rate by an attribute of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        self.count += 1
+        optimizer.param_groups[0]["lr"] = 0.1 / self.count
+        optimizer.step(closure=optimizer_closure)
+
+
+class Freezes(Plain):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=optimizer_closure)
+        self.net[0].weight.requires_grad_(batch_idx % 2 == 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (ReadsWeights, "is followed by `optimizer_step`, which reads weights, of which each client has its own"),
+        (ReadsParameters, "is followed by `optimizer_step`, which reads the optimizer's parameters"),
+        (ReadsState, "is followed by `optimizer_step`, which reads the optimizer's state"),
+        (ReadsTheLoss, "is followed by `optimizer_step`, which reads the loss that the step returns"),
+        (OtherClosure, "is followed by `optimizer_step`, which steps with another closure than its own"),
+        (WithoutTheWrapper, "is followed by `optimizer_step`, which steps the optimizer without its wrapper"),
+        (ChangesModes, "changes layers of the module, their modes or their hooks"),
+        (Counts, "count"),
+        (Freezes, ""),
+    ],
+)
+def test_what_has_no_meaning_for_several_clients_is_found_before_the_first_round(kind, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(odd, "SIZES", [20] * 4)
+    check_alone(kind, words, tmp_path)
+
+
+class SkipsSteps(Plain):
+    """Accumulates gradients by calling the closure alone."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        if batch_idx % 2 == 0:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+class StepsTwice(Plain):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        for _ in range(1 + batch_idx % 2):
+            optimizer.step(closure=optimizer_closure)
+
+
+class FailsLater(Plain):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=optimizer_closure)
+        if epoch == 1 and float(self.net[0].weight.norm()) > 0:
+            optimizer.param_groups[0]["lr"] = 0.05
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(SkipsSteps, "which calls its closure itself"), (StepsTwice, "which steps twice"), (FailsLater, "reads weights")],
+)
+def test_what_shows_in_a_later_step_undoes_the_stack(kind, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(odd, "SIZES", [20] * 4)
+    check_found(kind, words, tmp_path)
