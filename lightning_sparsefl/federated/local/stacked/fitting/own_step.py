@@ -64,7 +64,7 @@ class OwnStep:
         """
         batch = self._trainer.current_epoch, number
         if batch != self._batch:
-            self._batch, self._before, self._after = batch, options_of(self._optimizer), None
+            self._batch, self._before, self._after = batch, self._options(), None
         else:  # clients that step apart see the same options
             self._set(self._before)
         call, hook = self._trainer.hooks.call_module, (NAME, *batch, self._seen, _closure)
@@ -80,7 +80,7 @@ class OwnStep:
         """
         if not self._runs_to_its_end():
             raise NotStackable(f"{CLAUSE}, which steps twice")
-        options = options_of(self._optimizer)
+        options = self._options()
         if self._after is not None and self._after != options:
             raise NotStackable(f"{CLAUSE}, which sets options of the optimizer, which all clients share")
         self._fiber, self._after = None, options
@@ -94,11 +94,24 @@ class OwnStep:
     def _runs_to_its_end(self) -> bool:
         """Run the hook until its next step or its end; return whether it has ended."""
         assert self._fiber is not None
+        random, schedules = torch.get_rng_state(), self._schedules()
         with failing_as(CLAUSE), self._hidden(_READS):
             self._fiber.resume(_Unread())
             if self._fiber.done:
                 self._fiber.result()
+        if not torch.equal(torch.get_rng_state(), random):
+            raise NotStackable(f"{CLAUSE}, which draws random numbers of torch")
+        if self._schedules() != schedules:  # once for each part of a stack that steps apart
+            raise NotStackable(f"{CLAUSE}, which steps a scheduler")
         return self._fiber.done
+
+    def _schedules(self) -> list[Any]:
+        return [getattr(config.scheduler, "last_epoch", None) for config in self._trainer.lr_scheduler_configs]
+
+    def _options(self) -> list[dict[str, Any]]:
+        """Return the options of the optimizer, without the kernel, which is chosen for each step."""
+        groups = options_of(self._optimizer)
+        return [{name: value for name, value in group.items() if name != "fused"} for group in groups]
 
     def _set(self, options: list[dict[str, Any]]) -> None:
         for group, values in zip(self._optimizer.param_groups, options, strict=True):

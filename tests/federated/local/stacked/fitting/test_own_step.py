@@ -143,6 +143,27 @@ class OtherClosure(Plain):
         optimizer.step(closure=lambda: optimizer_closure())
 
 
+class Draws(Plain):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.param_groups[0]["lr"] = 0.1 * float(torch.rand(()))
+        optimizer.step(closure=optimizer_closure)
+
+
+class StepsASchedule(Plain):
+    """Steps a scheduler, whose rate stays for some steps, so that the options do not tell how often it was called."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 6, gamma=0.1)]
+
+    def lr_scheduler_step(self, scheduler, metric):
+        pass
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=optimizer_closure)
+        self.lr_schedulers().step()
+
+
 class WithoutTheWrapper(Plain):
     """Steps the optimizer itself, so that Lightning neither clips gradients nor calls hooks of the step."""
 
@@ -187,6 +208,8 @@ class Freezes(Plain):
         (ReadsTheLoss, "is followed by `optimizer_step`, which reads the loss that the step returns"),
         (OtherClosure, "is followed by `optimizer_step`, which steps with another closure than its own"),
         (WithoutTheWrapper, "is followed by `optimizer_step`, which steps the optimizer without its wrapper"),
+        (Draws, "is followed by `optimizer_step`, which draws random numbers of torch"),
+        (StepsASchedule, "is followed by `optimizer_step`, which steps a scheduler"),
         (ChangesModes, "changes layers of the module, their modes or their hooks"),
         (Counts, "count"),
         (Freezes, ""),
