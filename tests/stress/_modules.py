@@ -381,6 +381,17 @@ def _shift(module: Any, batch: Any, dataloader_idx: int) -> Any:
     return batch[0] * 0.5, batch[1]
 
 
+def _step(self: Any, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    """Warm the learning rate up, and log it."""
+    group = optimizer.param_groups[-1]
+    if batch_idx % 2:  # of the step itself, else of the next one
+        group["lr"] = 0.01 * min(1.0, (self.trainer.global_step + 1) / 5)
+    optimizer.step(closure=optimizer_closure)
+    if epoch == 1:
+        group["lr"] = 0.02
+    self.log("rate", group["lr"], on_step=False, on_epoch=True)
+
+
 HOOKS: dict[str, Callable[..., Any]] = {
     "on_after_backward": _double_gradient,
     "on_before_optimizer_step": _limit,
@@ -388,6 +399,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "on_train_batch_start": _warm,
     "on_train_epoch_end": _log_epoch,
     "on_after_batch_transfer": _shift,
+    "optimizer_step": _step,
 }
 """Hooks of a module."""
 
