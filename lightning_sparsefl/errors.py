@@ -83,7 +83,7 @@ def nearest(word: str, known: Iterable[str], least: float = _LEAST_SIMILARITY) -
     Args:
         word: Name that is not known.
         known: Known names.
-        least: Least similarity of a name that is suggested, from 0 to 1.
+        least: Least similarity, from 0 to 1, of a name that is suggested and does not start with the word.
 
     Example:
         >>> nearest("densty", ["density", "growth"]), nearest("fedavg", ["FedAvg", "FedProx"])

@@ -155,7 +155,8 @@ class ModuleState:
         self._parameters: list[tuple[nn.Parameter, bool, dict[int, Any]]] = []
         self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
         self._containers = ContainerStates()
-        self._contents = TensorContents(lambda: chain(module.parameters(), module.buffers()))
+        self._own = lambda: chain(module.parameters(), module.buffers())
+        self._contents = TensorContents(self._own)
         self._sizes: list[tuple[str, str, Sized, int]] = []
         self._buffers: list[tuple[nn.Module, dict[str, Any]]] = []
         self._members: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -169,7 +170,7 @@ class ModuleState:
             return
         self._buffers.append((module, module._buffers.copy()))
         if isinstance(module, Metric):  # `isolate_metrics` resets its states
-            self._metrics.append(MetricAttributes(module))
+            self._metrics.append(MetricAttributes(module, self._own))
         else:
             self._visit_attributes(name, module)
         if isinstance(module, MetricCollection):  # which groups its metrics by what the first batch makes of them
@@ -211,7 +212,8 @@ class ModuleState:
             if not has_content(now, before):
                 fill(now, before)
         for metric in self._metrics:
-            metric.restore()
+            for left in metric.restore():
+                _tell_kept(left)
         for _, module, before in self._before:
             if not has_content(vars(module), before):
                 _restore_attributes(module, before)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import Tensor
 from torchmetrics import Metric, SumMetric
 
 from lightning_sparsefl.federated.local.tensor_contents import TensorContents
@@ -33,28 +35,31 @@ class MetricAttributes:
 
     Args:
         metric: Metric.
+        own: Function that returns the parameters and buffers of the whole module, which an attribute may hold too.
 
     Example:
         >>> from torchmetrics import MinMaxMetric
         >>> metric = MinMaxMetric(SumMetric())
-        >>> before = MetricAttributes(metric)
+        >>> before = MetricAttributes(metric, list)
         >>> _ = metric(3.0)
         >>> before.restore()
+        []
         >>> metric.max_val
         tensor(-inf)
     """
 
-    def __init__(self, metric: Metric) -> None:
+    def __init__(self, metric: Metric, own: Callable[[], Iterable[Tensor]]) -> None:
         self._metric, self._before = metric, own_attributes(metric)
-        self._containers, self._contents = ContainerStates(), TensorContents(list)
+        self._containers, self._contents = ContainerStates(), TensorContents(own)
         for key, value in self._before.items():
-            self._contents.add(self._containers.add(value, key) or (), key)
+            self._contents.add(self._containers.add(value, key) or (), f"{type(metric).__name__}.{key}")
 
-    def restore(self) -> None:
-        """Restore the snapshot."""
+    def restore(self) -> list[str]:
+        """Restore the snapshot; return the names of attributes whose numbers have changed and have no copy."""
         now = vars(self._metric)
         for key in own_attributes(self._metric).keys() - self._before.keys():
             del now[key]
         now.update(self._before)
-        self._contents.restore()
+        _, left = self._contents.restore()
         self._containers.restore()
+        return left

@@ -40,8 +40,12 @@ class _Kept(NamedTuple):
     """Address of a tensor's numbers."""
     version: int = 0
     """Version of a tensor."""
+    stride: tuple[int, ...] = ()
+    """Strides of a tensor."""
     grad: Tensor | None = None
     """Gradient of a tensor that a step trains itself."""
+    requires_grad: bool = False
+    """Whether a tensor without a history requires a gradient."""
 
 
 class TensorContents:
@@ -75,7 +79,7 @@ class TensorContents:
         return self._memories()
 
     def _memories(self) -> set[int]:
-        return set(map(_memory_of, filter(is_plain, self._own())))
+        return set(map(_memory_of, filter(is_plain, self._own()))) - {0}  # of tensors without numbers
 
     def add(self, values: Iterable[Any], name: str) -> None:
         """Take a snapshot of the tensors and arrays of an attribute that are covered.
@@ -93,7 +97,8 @@ class TensorContents:
         if type(value) in (Tensor, nn.Parameter):
             if _is_covered(value) and _memory_of(value) not in self._learned:
                 grad = value.grad if value.is_leaf else None
-                self._before[id(value)] = _Kept(value, _copy_of(value), name, value.data_ptr(), value._version, grad)
+                place, flag = (value.data_ptr(), value._version, value.stride()), value.requires_grad
+                self._before[id(value)] = _Kept(value, _copy_of(value), name, *place, grad, flag)
         elif type(value) is np.ndarray and value.size < _COMPARED and value.flags.writeable and _is_of_numpy(value):
             self._before[id(value)] = _Kept(value, value.copy(), name)
 
@@ -105,8 +110,8 @@ class TensorContents:
         """
         changed = [kept for kept in self._before.values() if _has_changed(kept)]
         for kept in self._before.values():
-            if isinstance(kept.value, Tensor) and kept.value.is_leaf and kept.value.grad is not kept.grad:
-                kept.value.grad = kept.grad
+            if isinstance(kept.value, Tensor) and kept.value.is_leaf:
+                _restore_gradient(kept)
         if not changed:
             return [], []
         learned = self._memories()
@@ -131,9 +136,12 @@ class TensorContents:
                 value.resize(content.shape, refcheck=False)
             value[...] = content
             return True
-        if not _is_in_place(kept) or value.shape != content.shape or value.dtype != content.dtype:
+        moved = (value.shape, value.stride()) != (content.shape, kept.stride)
+        if not _is_in_place(kept) or value.dtype != content.dtype or (moved and value.grad_fn is not None):
             value.data = content.clone()  # and not into a memory that it has from elsewhere
         elif value.grad_fn is None:
+            if moved:
+                value.as_strided_(content.shape, kept.stride)
             value.copy_(content)
         else:
             value.data.copy_(content)
@@ -145,6 +153,14 @@ class TensorContents:
     def _has_views(self, value: Tensor) -> bool:
         tensors = (kept.value for kept in self._before.values() if isinstance(kept.value, Tensor))
         return any(each._is_view() and each._base is value for each in tensors)
+
+
+def _restore_gradient(kept: _Kept) -> None:
+    value = kept.value
+    if value.requires_grad is not kept.requires_grad and value.is_leaf:
+        value.requires_grad_(kept.requires_grad)
+    if value.grad is not kept.grad:
+        value.grad = kept.grad
 
 
 def _is_covered(value: Tensor) -> bool:

@@ -268,6 +268,43 @@ def test_a_view_that_is_written_with_a_graph_has_its_numbers_back(with_base: boo
         assert torch.equal(rows, torch.zeros(2, 4))
 
 
+def test_a_tensor_that_is_transposed_in_place_beside_a_view_has_its_numbers_back() -> None:
+    module = Net()
+    module.table = torch.arange(6.0).view(3, 2)
+    module.row = module.table[1]
+    for _ in range(2):
+        state = ModuleState(module)
+        module.table.t_().add_(1)
+        state.restore()
+        assert torch.equal(module.table, torch.arange(6.0).view(3, 2))
+        module.row.add_(0)
+        assert module.row.tolist() == [2, 3]
+        assert module.row.data_ptr() == module.table[1].data_ptr()
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_whether_a_tensor_requires_a_gradient_comes_back(flag: bool) -> None:
+    module = Net()
+    module.centre = torch.zeros(4, requires_grad=flag)
+    state = ModuleState(module)
+    module.centre.requires_grad_(not flag)
+    state.restore()
+    assert module.centre.requires_grad is flag
+    module.centre.detach_()
+    state.restore()
+    assert module.centre.requires_grad is flag
+
+
+def test_a_tensor_without_numbers_is_told_from_a_buffer_without_any() -> None:
+    module = Net()
+    module.register_buffer("none", torch.empty(0))
+    module.queue = torch.empty(0)
+    state = ModuleState(module)
+    module.queue.resize_(2).zero_()
+    state.restore()
+    assert module.queue.shape == (0,)
+
+
 def test_a_tensor_whose_memory_a_client_frees_has_its_numbers_back() -> None:
     module = Net()
     module.table = torch.ones(5)

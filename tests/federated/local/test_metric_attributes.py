@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import lightning as L
@@ -15,6 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
 from lightning_sparsefl.callbacks.trial import trial
 from lightning_sparsefl.data import FederatedBlobs
+from lightning_sparsefl.federated.local import isolation, tensor_contents
 from lightning_sparsefl.federated.local.isolation import ModuleState
 
 CLIENTS = 4
@@ -176,3 +178,62 @@ def test_a_trial_step_leaves_no_attribute_behind() -> None:
     assert module.metric.best == 0
     assert not hasattr(module.metric, "late")
     assert module.metric.update_count == 0
+
+
+class WeightNorm(SumMetric):
+    """Keeps the network's parameters and a buffer in containers, and one of them as an attribute."""
+
+    def __init__(self, net: nn.Module, buffer: torch.Tensor) -> None:
+        super().__init__()
+        self.parameters_of, self.named, self.buffer = list(net.parameters()), dict(net.named_parameters()), [buffer]
+        self.kept = {net[1].weight}
+
+    def update(self) -> None:
+        super().update(sum(parameter.detach().norm() for parameter in self.parameters_of))
+
+
+class Regularized(Logged):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(1))
+        self.norm = self.norms()
+
+    def norms(self) -> Any:
+        return WeightNorm(self.net, self.steps)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.steps += 1
+        if self.norm is not None:
+            self.norm.update()
+        return super().training_step(batch, batch_idx)
+
+
+class Plain(Regularized):
+    def norms(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("engine", ["fast", "stacked", "trainer"])
+@pytest.mark.filterwarnings("ignore")  # a real Trainer has some of its own
+def test_parameters_that_a_metric_holds_are_trained(engine: str, tmp_path: Any) -> None:
+    """They are what a client learns, unlike other tensors of a metric."""
+    trained, plain = (scores_of(tmp_path / kind.__name__, kind, engine, 1)[0] for kind in (Regularized, Plain))
+    assert plain.steps > 0
+    for name, tensor in plain.state_dict().items():
+        assert torch.allclose(trained.state_dict()[name], tensor, atol=1e-6), name
+    torch.manual_seed(0)
+    assert not torch.equal(Plain().net[1].weight, trained.net[1].weight)
+
+
+def test_a_large_tensor_of_a_metric_that_is_written_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(isolation, "_messages", type(isolation._messages)())
+    monkeypatch.setattr(tensor_contents, "_LARGE", 1)
+    module = Logged()
+    state = ModuleState(module)
+    module.metric.samples.add_(1)
+    with caplog.at_level(logging.INFO):
+        state.restore()
+    (said,) = [record.message for record in caplog.records]
+    assert "has changed `Own.samples` in place" in said

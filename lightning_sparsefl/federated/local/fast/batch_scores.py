@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, TypeAlias
 
 import torch
@@ -132,7 +133,9 @@ def join_scores(module: LightningModule, parts: Iterable[PartScore]) -> dict[str
     """
     logged: dict[str, Logged] = {}
     metrics = metrics_of(module)
-    kept = [MetricAttributes(metric) for metric in metrics.values()]
+    kept = [
+        MetricAttributes(metric, lambda: chain(module.parameters(), module.buffers())) for metric in metrics.values()
+    ]
     for metric in metrics.values():
         metric.reset()
     for part in parts:
