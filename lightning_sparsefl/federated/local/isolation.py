@@ -218,7 +218,7 @@ class ModuleState:
             if not has_content(vars(module), before):
                 _restore_attributes(module, before)
         for collection, groups in self._collections:
-            collection._groups = groups
+            _restore_groups(collection, groups)
 
     def _restore_flags_and_hooks(self) -> None:
         for parameter, flag, known in self._parameters:
@@ -277,6 +277,17 @@ def _restore_buffers(module: nn.Module, before: Mapping[str, Any]) -> None:
     for name in module._buffers.keys() - before.keys():
         delattr(module, name)
     module._buffers.update({name: None for name, tensor in before.items() if tensor is None})
+
+
+def _restore_groups(collection: MetricCollection, groups: dict[int, list[str]]) -> None:
+    """Restore which metrics of a collection share their states; those that share none have lists of their own."""
+    collection._groups = groups
+    if collection._groups_checked:
+        return
+    for metric in collection._modules.values():
+        lists = [name for name, default in getattr(metric, "_defaults", {}).items() if isinstance(default, list)]
+        for name in lists:  # which `reset` empties in place, unlike tensors
+            setattr(metric, name, list(getattr(metric, name)))
 
 
 def _restore_attributes(module: nn.Module, before: Mapping[str, Any]) -> None:

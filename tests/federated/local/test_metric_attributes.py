@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torchmetrics import MetricTracker, MinMaxMetric, SumMetric
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics import MetricCollection, MetricTracker, MinMaxMetric, SumMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassAveragePrecision
 
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
 from lightning_sparsefl.callbacks.trial import trial
@@ -89,7 +89,8 @@ class Tracked(Task):
 
 
 def blobs() -> FederatedBlobs:
-    return FederatedBlobs(num_train=120, num_test=20, num_clients=CLIENTS, dim=8, val_fraction=0.3, batch_size=4)
+    sizes = {"num_train": 120, "num_test": 20, "num_clients": CLIENTS, "batch_size": 4, "eval_batch_size": 5}
+    return FederatedBlobs(**sizes, dim=8, val_fraction=0.3)
 
 
 def scores_of(folder: Any, model: type[Task], engine: str, devices: int) -> tuple[Task, dict[str, float]]:
@@ -138,6 +139,28 @@ def test_a_client_has_the_scores_of_a_new_module(model: Any, engine: str, device
     expected = scores_alone(module)
     assert expected
     assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-6)
+
+
+class Curves(Task):
+    """Has a collection whose metrics keep lists of all samples, which torchmetrics lets them share."""
+
+    def made(self) -> MetricCollection:
+        kinds = {"auroc": MulticlassAUROC(4), "precision": MulticlassAveragePrecision(4)}
+        return MetricCollection({**kinds, "right": MulticlassAccuracy(4, average="micro")})
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.metric.update(self.net(batch[0]).softmax(1), batch[1])
+        self.log_dict(self.metric)
+
+
+@pytest.mark.parametrize("engine", ["fast", "stacked", "trainer"])
+@pytest.mark.filterwarnings("ignore")  # a real Trainer has some of its own
+def test_metrics_that_share_their_lists_count_each_batch_once(engine: str, tmp_path: Any) -> None:
+    """Also in the second evaluation, before which their groups are forgotten and the lists emptied in place."""
+    module, found = scores_of(tmp_path, Curves, engine, 1)
+    expected = scores_alone(module)
+    assert {"global/auroc", "personal/precision"} < expected.keys()
+    assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-5)
 
 
 def facts(metric: Own) -> tuple[Any, ...]:
