@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from inspect import Parameter, signature
 from itertools import takewhile
 from typing import Any
@@ -82,19 +83,30 @@ def shapes_of(inputs: Any) -> list[Size]:
 def forward_inputs(module: nn.Module, batch: Any) -> tuple[Any, ...]:
     """Return the part of a batch that ``forward`` takes, as its arguments.
 
-    Of a mapping, these are the values that are named like the first arguments of ``forward``, or else the mapping,
-    whose values :func:`~lightning_sparsefl.sparse.forward.split_arguments` names where ``forward`` takes keywords; of a
-    sequence, as many values as ``forward`` has required arguments, at least one; of anything else, the whole.
+    Of a mapping, a dataclass or a named tuple, these are the values that are named like the first arguments of
+    ``forward``. Without any, it is a mapping itself, whose values
+    :func:`~lightning_sparsefl.sparse.forward.split_arguments` names where ``forward`` takes keywords; of a sequence, as
+    many values as ``forward`` has required arguments, at least one; of anything else, the whole.
 
     Args:
         module: Module with a ``forward``.
         batch: Batch of a data loader.
     """
     arguments = [a for a in signature(module.forward).parameters.values() if a.kind in POSITIONAL]
-    if isinstance(batch, Mapping):
-        values = tuple(batch[argument.name] for argument in takewhile(lambda a: a.name in batch, arguments))
+    named = _named(batch)
+    values = tuple(named[argument.name] for argument in takewhile(lambda a: a.name in named, arguments))
+    if values or isinstance(batch, Mapping):
         return values or (batch,)
     if isinstance(batch, Sequence) and len(batch) > 0 and not isinstance(batch, str):
         required = sum(argument.default is Parameter.empty for argument in arguments)
         return tuple(batch[:required]) if required > 1 else forward_inputs(module, batch[0])
     return (batch,)
+
+
+def _named(batch: Any) -> Mapping[str, Any]:
+    """Return the values of a batch that have names."""
+    if isinstance(batch, Mapping):
+        return batch
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return batch._asdict() if isinstance(batch, tuple) and hasattr(batch, "_asdict") else {}

@@ -1,5 +1,9 @@
 """The inputs of a module's forward pass: in a batch, and in its example."""
 
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
 import lightning as L
 import pytest
 import torch
@@ -22,6 +26,14 @@ class ByKeyword(L.LightningModule):
         return batch
 
 
+@dataclass
+class Record:
+    second: Any
+    first: Any
+    label: Any = None
+
+
+Pair = namedtuple("Pair", ["second", "first"])
 A, B, C = torch.zeros(1), torch.ones(1), torch.full((1,), 2.0)
 
 
@@ -36,6 +48,10 @@ A, B, C = torch.zeros(1), torch.ones(1), torch.full((1,), 2.0)
         (Two(), (A, B, C), (A, B)),
         (Two(), {"second": B, "first": A, "labels": C}, (A, B)),
         (Two(), {"second": B, "first": A, "scale": C}, (A, B, C)),
+        (Two(), Record(B, A, C), (A, B)),
+        (Two(), Pair(B, A), (A, B)),
+        (One(), Pair(B, A), (B,)),
+        (One(), (Record(A, B), C), (Record(A, B),)),
     ],
 )
 def test_the_inputs_in_a_batch(module, batch, expected):
