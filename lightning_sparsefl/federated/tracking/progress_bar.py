@@ -103,7 +103,7 @@ class RoundProgressBar(ProgressBar):
         """Return the line of an evaluated round."""
         elapsed = time.monotonic() - self._started
         left = elapsed / (finished - self._first_round) * (rounds - finished)
-        parts = [f"round {finished}/{rounds}", *(f"{group} {score}" for group, score in self._scores.items())]
+        parts = [f"round {finished}/{rounds}", *(f"{name} {score}" for name, score in self._scores.items())]
         if "comm/uplink_bytes_total" in metrics:
             parts.append(f"up {quantity(float(metrics['comm/uplink_bytes_total']), 'B')}")
         clock = Tqdm.format_interval
@@ -135,10 +135,10 @@ def _phase_name(word: str, number: str) -> str:
 
 
 def _scores(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Return the first global and personal score that should rise."""
-    scores: dict[str, str] = {}
+    """Return the first global and personal score that should rise, by group and metric."""
+    scores: dict[str, tuple[str, str]] = {}
     for name, value in metrics.items():
-        group = name.split("/")[0]
+        group, _, metric = name.partition("/")
         if group in ("global", "personal") and higher_is_better(name) and not is_statistic(name, metrics):
-            scores.setdefault(group, f"{float(value):.3f}")
-    return scores
+            scores.setdefault(group, (f"{group} {metric}", f"{float(value):.3f}"))
+    return dict(scores.values())

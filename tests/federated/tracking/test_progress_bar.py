@@ -32,7 +32,8 @@ def fit(tmp_path):
     return run
 
 
-LINE = r"round (\d)/4  global \d\.\d{3}  personal \d\.\d{3}  up [\d.]+ kB  elapsed \d\d:\d\d  remaining \d\d:\d\d"
+SCORES = r"global test_acc \d\.\d{3}  personal test_acc \d\.\d{3}"
+LINE = rf"round (\d)/4  {SCORES}  up [\d.]+ kB  elapsed \d\d:\d\d  remaining \d\d:\d\d"
 
 
 def test_outside_a_terminal_each_evaluated_round_has_a_line(fit, capsys):
@@ -49,7 +50,7 @@ def test_a_bar_shows_the_clients_of_training_and_evaluation(fit, capsys, monkeyp
     states = capsys.readouterr().out.split("\r")
     assert any("Rounds 0/2" in state and "train=1/2" in state for state in states)
     assert any("Rounds 1/2" in state and "score=2/3" in state for state in states)
-    assert any("Rounds 2/2" in state and "global=" in state for state in states)
+    assert any("Rounds 2/2" in state and "global test_acc=" in state for state in states)
     assert not any(state.startswith("round ") for state in states)
 
 
