@@ -15,7 +15,9 @@ server's own weights stay the initial ones.
 Departures from the authors' code:
 
 - In round 0 nobody sends a model, since all have the initial weights, whose mean under m_k is m_k * w_0.
-- A client that a round did not draw does not train. In the code it trains its own model, without its neighbours'.
+- A client that a round did not draw does not train, and its neighbours go on with its last model. In the code it trains
+  its own model, without its neighbours', and on the full graph only the clients of the round are averaged.
+- On a ring of two clients the neighbour counts once; the code counts it twice.
 - By default only tensors of two or more dimensions are masked; the code masks every parameter: ``mask_pool="all"``.
 - Gradients are masked before clipping and before the step; the code masks weights after the step, which is different
   with momentum. Gradients are clipped only with `trainer.gradient_clip_val`, which is 10 in the code.
@@ -99,6 +101,11 @@ class DisPFL(FederatedAlgorithm):
         require(0 <= self.exchange <= 1, "algorithm.exchange", self.exchange, "a number in [0, 1]")
         different = self.mask_init == "different" or self.density != "capacity"
         require(different, "algorithm.mask_init", self.mask_init, "'different', since `density` is 'capacity'")
+
+    @property
+    def needs_exact_mean(self) -> str:
+        """That no weights are merged."""
+        return "uploads models that the server does not merge"
 
     @property
     def at_full_capacity(self) -> str | None:

@@ -58,14 +58,21 @@ def held_mean(own: tuple[Weights, Masks], others: Iterable[tuple[Weights, Masks]
         {'w': tensor([2., 5.])}
     """
     weights, masks = own
-    total = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-    holders = {name: _held(masks, name, weight) for name, weight in weights.items()}
+    first = {name: _wide(weight) for name, weight in weights.items()}
+    total = {name: torch.zeros_like(weight) for name, weight in first.items()}
+    holders = {name: _held(masks, name, weight) for name, weight in first.items()}
     for theirs, their_masks in others:
         for name, weight in theirs.items():
-            held = _held(their_masks, name, weight)
-            total[name] = total[name] + (weight - weights[name]) * held
+            held = _held(their_masks, name, first[name])
+            total[name] = total[name] + (_wide(weight) - first[name]) * held
             holders[name] = holders[name] + held
-    return {name: weight + total[name] / holders[name].clamp(min=1) for name, weight in weights.items()}
+    means = {name: weight + total[name] / holders[name].clamp(min=1) for name, weight in first.items()}
+    return {name: mean.to(weights[name].dtype) for name, mean in means.items()}
+
+
+def _wide(weight: Tensor) -> Tensor:
+    """Return a weight in a type in which sums and counts of many are exact enough."""
+    return weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
 def _held(masks: Masks, name: str, weight: Tensor) -> Tensor:

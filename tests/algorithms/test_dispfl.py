@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 from collections import Counter
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -8,8 +9,13 @@ import pytest
 import torch
 
 from lightning_sparsefl import DisPFL
+from lightning_sparsefl.cost import Devices
 from lightning_sparsefl.errors import InvalidOption
+from lightning_sparsefl.federated.aggregation.robust import CoverageMedian
+from lightning_sparsefl.federated.aggregation.server_optimizer import ServerOptimizer
+from lightning_sparsefl.federated.rounds import server
 from lightning_sparsefl.federated.sampling.draws import Training
+from lightning_sparsefl.federated.sampling.oort import Oort
 from lightning_sparsefl.testing.small_federation import SmallFederation
 from lightning_sparsefl.types import Message, ServerState
 
@@ -196,3 +202,45 @@ class Lost(DisPFL):
 def test_a_neighbour_that_is_no_client_is_named(tmp_path):
     with pytest.raises(InvalidOption, match=r"`Lost.neighbours_of` returned 6 for client \d; expected numbers of cl"):
         SmallFederation(tmp_path)(Lost())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("clip_update", 0.01), ("reducer", CoverageMedian()), ("server_optimizer", ServerOptimizer(rule="adam"))],
+)
+def test_options_of_the_merge_are_refused(name, value, tmp_path):
+    sentence = rf"`federation.{name}` is .*, but DisPFL uploads models that the server does not merge; expected null"
+    with pytest.raises(InvalidOption, match=sentence):
+        SmallFederation(tmp_path)(DisPFL(), federation={name: value})
+
+
+def test_a_last_fit_starts_from_the_mean_that_was_scored(tmp_path, monkeypatch):
+    rounds, before = [], DisPFL.neighbours_of
+    monkeypatch.setattr(
+        DisPFL, "neighbours_of", lambda self, view, clients: (rounds.append(view.round), before(self, view, clients))[1]
+    )
+    SmallFederation(tmp_path)(DisPFL(neighbours=2), rounds=2, federation={"finetune_epochs": 1})
+    assert rounds[-12:] == [2] * 12  # six clients, first scored and then trained
+
+
+def test_models_that_are_relayed_are_not_remembered(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise AssertionError("a message with the models of neighbours is remembered")
+
+    monkeypatch.setattr(server._Messages, "prepare", refuse)
+    SmallFederation(tmp_path)(DisPFL(), rounds=2)
+
+
+def test_expected_and_measured_times_are_of_one_upload(tmp_path, monkeypatch):
+    expected, before = {}, server.Server._seconds_by_costs
+
+    def noted(self, state, client):
+        expected[state.server.round, client] = before(self, state, client)
+        return expected[state.server.round, client]
+
+    monkeypatch.setattr(server.Server, "_seconds_by_costs", noted)
+    federation = {"devices": Devices(bytes_per_second=1e3), "sampler": Oort(over_select=1.3)}
+    trainer = SmallFederation(tmp_path)(DisPFL(topology="full"), federation=federation)
+    with (trainer.run_folder / "metrics.csv").open() as file:
+        measured = float(list(csv.DictReader(file))[-1]["time/simulated"])
+    assert 0.5 * measured < max(seconds for (round, _), seconds in expected.items() if round == 2) < 2 * measured

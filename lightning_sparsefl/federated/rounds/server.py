@@ -206,7 +206,9 @@ class Server:  # long because the facts of one order are needed at each of its s
         """
         if type(self.algorithm).neighbours_of is FederatedAlgorithm.neighbours_of:
             return view
-        named = self.algorithm.neighbours_of(view, self.training_clients)
+        # those after `server.round` also for a last fit, which starts from what was scored then
+        now = replace(view, round=server.round)
+        named = self.algorithm.neighbours_of(now, self.training_clients)
         check_result(self.algorithm, "neighbours_of", named, Sequence)
         for client in named:
             if not _is_among(self.training_clients, client):
@@ -266,7 +268,11 @@ class Server:  # long because the facts of one order are needed at each of its s
         message = without_local_buffers(message, self.federation.buffers, self.layout)
         held = digest(message.masks) if message.masks else None
         known = held is not None and held == record.held
-        message, size = self._messages.prepare(message, message.masks if known else None)
+        known_masks = message.masks if known else None
+        if view.neighbours:  # whose models no other message has
+            message, size = self._messages.measured(message, known_masks)
+        else:
+            message, size = self._messages.prepare(message, known_masks)
         self._issued[client] = _Issued(view, size, held)
         return Order(
             run=state.run,
@@ -464,7 +470,8 @@ class Server:  # long because the facts of one order are needed at each of its s
         view = self.view(client, state.server.round, self.record(client, state.server.round))
         view = self.with_neighbours(state.server, view)
         costs = self._expected_costs(state.server, view)
-        return self._seconds(view, costs.flops_analytic, round(costs.bytes_up_paper))
+        copies = max(len(view.neighbours), 1)  # for as many clients, of which the measured upload is one
+        return self._seconds(view, costs.flops_analytic, round(costs.bytes_up_paper / copies))
 
     def _expected_costs(self, server: ServerState, view: ClientView) -> Costs:
         """Return the costs of a client-round; once for clients that these hooks cannot tell apart."""
@@ -586,11 +593,15 @@ class _Messages:
         if key not in self._known:
             while len(self._known) >= self._REMEMBERED:
                 del self._known[next(iter(self._known))]
-            weights = enforce(message.weights, message.masks)
-            size = self._codec.message_size(replace(message, weights=weights), known)
-            self._known[key] = tensors, weights, size  # with the tensors, so that no other object gets their identity
+            sent, size = self.measured(message, known)
+            self._known[key] = tensors, sent.weights, size  # with the tensors, so that no other gets their identity
         _, weights, size = self._known[key]
         return replace(message, weights=weights), size
+
+    def measured(self, message: Message, known: Masks | None) -> tuple[Message, Size]:
+        """Return the same of a message that is not remembered; see :meth:`prepare`."""
+        sent = replace(message, weights=enforce(message.weights, message.masks))
+        return sent, self._codec.message_size(sent, known)
 
 
 def _is_among(clients: Sequence[int], client: object) -> bool:
