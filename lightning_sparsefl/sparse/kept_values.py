@@ -45,7 +45,7 @@ def _spread(values: Tensor, mask: Tensor) -> Tensor:
 def held_mean(own: tuple[Weights, Masks], others: Iterable[tuple[Weights, Masks]]) -> dict[str, Tensor]:
     """Return the mean of each weight over the models whose masks keep it; 0 where none does.
 
-    The sums are of differences from the first model, so that weights that all models share, such as frozen ones, are
+    The sums are of differences from the first model, so that floating-point weights that all models share are
     the same to the last bit.
 
     Args:

@@ -109,10 +109,8 @@ class TensorContents:
             Names of the attributes whose numbers were restored, and of those for which it was not possible.
         """
         changed = [kept for kept in self._before.values() if _has_changed(kept)]
-        for kept in self._before.values():
-            if isinstance(kept.value, Tensor) and kept.value.is_leaf:
-                _restore_gradient(kept)
         if not changed:
+            self._restore_gradients()
             return [], []
         learned = self._memories()
         restored, left = set[str](), set[str]()
@@ -123,7 +121,14 @@ class TensorContents:
             with suppress(Exception):  # so that an odd tensor is reported, and all else is restored
                 done = self._write(kept)
             (restored if done else left).add(kept.name)
+        self._restore_gradients()
         return sorted(restored), sorted(left)
+
+    def _restore_gradients(self) -> None:
+        for kept in self._before.values():
+            if isinstance(kept.value, Tensor) and kept.value.is_leaf:
+                with suppress(RuntimeError):  # of one whose shape could not be restored
+                    _restore_gradient(kept)
 
     @torch.no_grad()
     def _write(self, kept: _Kept) -> bool:

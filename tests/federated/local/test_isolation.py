@@ -295,6 +295,18 @@ def test_whether_a_tensor_requires_a_gradient_comes_back(flag: bool) -> None:
     assert module.centre.requires_grad is flag
 
 
+def test_a_gradient_comes_back_to_a_tensor_of_another_shape() -> None:
+    module = Net()
+    module.centre = torch.zeros(4, requires_grad=True)
+    module.centre.grad = before = torch.ones(4)
+    state = ModuleState(module)
+    module.centre.grad = None
+    module.centre.data = torch.zeros(2)
+    state.restore()
+    assert module.centre.shape == (4,)
+    assert module.centre.grad is before
+
+
 def test_a_tensor_without_numbers_is_told_from_a_buffer_without_any() -> None:
     module = Net()
     module.register_buffer("none", torch.empty(0))

@@ -529,13 +529,15 @@ class StackedFit:
         part, callbacks = clients.module, [callback for callback, _ in self._callbacks]
         if part is not self.whole:
             callbacks = [callback.rows(low, high) for callback in callbacks]
+        own = self._own_step if self._is_step(low, number) else None
+        if own is not None:
+            own.begin(number)
         one, recorded = self._pass_of(step, clients, low, high, batch, number), None
         one.parts = self.trainer.accumulate_grad_batches
         one.has_outputs = "on_train_batch_end" in self.trainer.hooks.overridden
         self._start_batch(callbacks, one)
-        own = self._own_step if self._is_step(low, number) else None
         if own is not None:
-            self._run_own(one, lambda: own.start(number))
+            self._run_own(one, lambda: own.start(number), logs=False)
         if self._recorder is None:
             self._pass(one, callbacks)
         else:
@@ -576,12 +578,17 @@ class StackedFit:
         for callback in callbacks:
             callback.after_step(one.leaves)
 
-    def _run_own(self, one: BatchPass, part: Callable[[], None]) -> None:
-        """Run a part of the module's `optimizer_step`, which may log and set options of the optimizer."""
+    def _run_own(self, one: BatchPass, part: Callable[[], None], logs: bool = True) -> None:
+        """Run a part of the module's `optimizer_step`, which may set options of the optimizer, and log after its step.
+
+        Of what is logged before it, Lightning keeps nothing if the hook logs after it as well.
+        """
         structure, metrics, samples = structure_of(self.module), one.metrics, partial(samples_of, one.batch)
         self.log.level = 0
         with self.log.of_hook("optimizer_step", metrics.low, metrics.high, samples):
             part()
+            if not logs and (self.log.pending or self.log.pending_objects):
+                raise NotStackable(f"{OWN_STEP}, which logs before its step")
         if not is_same_structure(structure_of(self.module), structure):
             raise NotStackable(f"{OWN_STEP}, which changes layers of the module, their modes or their hooks")
         self._begun_with.require_same()

@@ -65,7 +65,36 @@ class BesideASchedule(WarmsUp):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
-AT_ONCE = [WarmsUp, SetsBefore, Decays, BesideASchedule]
+class SeesItBefore(Decays):
+    """Reads the rate of a batch in the hooks before it."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.log("start", self.optimizers().param_groups[0]["lr"], on_step=False, on_epoch=True)
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        scale = self.optimizers().param_groups[0]["lr"] if self.trainer.training else 1.0
+        return [batch[0] * scale, batch[1]]
+
+
+class TensorRate(Plain):
+    """Changes a learning rate in place, which is also that of `optimizer.defaults`."""
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=torch.tensor(0.02, dtype=torch.float64))
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=optimizer_closure)
+        optimizer.param_groups[0]["lr"].mul_(0.8)
+
+
+class ComparesOptimizers(Plain):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=optimizer_closure)
+        if optimizer is self.optimizers() and optimizer.optimizer is self.trainer.optimizers[0]:
+            optimizer.param_groups[0]["lr"] *= 0.7
+
+
+AT_ONCE = [WarmsUp, SetsBefore, Decays, BesideASchedule, SeesItBefore, ComparesOptimizers]
 
 
 @pytest.mark.slow_after_first("sizes")
@@ -164,6 +193,57 @@ class StepsASchedule(Plain):
         self.lr_schedulers().step()
 
 
+class LogsBefore(Plain):
+    """Logs before and after its step, of which Lightning keeps the last one of an epoch's first batch."""
+
+    def training_step(self, batch, batch_idx):
+        self.log("in", 1.0)
+        return self.loss(batch)
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        self.log("before", float(batch_idx), on_step=False, on_epoch=True)
+        optimizer.step(closure=optimizer_closure)
+        self.log("after", 1.0)
+
+
+class CountsInTheOptimizer(Plain):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.calls = getattr(optimizer, "calls", 0) + 1
+        optimizer.param_groups[0]["lr"] = 0.1 if optimizer.calls < 4 else 0.01
+        optimizer.step(closure=optimizer_closure)
+
+
+class CountsInDefaults(Plain):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=optimizer_closure)
+        optimizer.defaults["calls"] = optimizer.defaults.get("calls", 0) + 1
+        optimizer.param_groups[0]["lr"] = 0.1 / optimizer.defaults["calls"]
+
+
+class ScalesASchedule(BesideASchedule):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=optimizer_closure)
+        schedule = self.lr_schedulers()
+        schedule.base_lrs = [rate * 0.9 for rate in schedule.base_lrs]
+
+
+class AsksForATensor(Plain):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        loss = optimizer.step(closure=optimizer_closure)
+        if isinstance(loss, torch.Tensor):
+            optimizer.param_groups[0]["lr"] *= 0.5
+
+
+class SwallowsErrors(Plain):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        loss = optimizer.step(closure=optimizer_closure)
+        try:
+            large = float(loss) > 1.0
+        except Exception:
+            large = False
+        optimizer.param_groups[0]["lr"] = 0.05 if large else 0.2
+
+
 class WithoutTheWrapper(Plain):
     """Steps the optimizer itself, so that Lightning neither clips gradients nor calls hooks of the step."""
 
@@ -209,7 +289,17 @@ class Freezes(Plain):
         (OtherClosure, "is followed by `optimizer_step`, which steps with another closure than its own"),
         (WithoutTheWrapper, "is followed by `optimizer_step`, which steps the optimizer without its wrapper"),
         (Draws, "is followed by `optimizer_step`, which draws random numbers of torch"),
-        (StepsASchedule, "is followed by `optimizer_step`, which steps a scheduler"),
+        (StepsASchedule, "is followed by `optimizer_step`, which changes a scheduler"),
+        (ScalesASchedule, "is followed by `optimizer_step`, which changes a scheduler"),
+        (CountsInTheOptimizer, "is followed by `optimizer_step`, which changes a scheduler, or attributes of the opt"),
+        (
+            CountsInDefaults,
+            "is followed by `optimizer_step`, which changes a scheduler, or attributes of the optimizer",
+        ),
+        (TensorRate, "is followed by `optimizer_step`, which changes a scheduler, or attributes of the"),
+        (LogsBefore, "is followed by `optimizer_step`, which logs before its step"),
+        (AsksForATensor, "is followed by `optimizer_step`, which reads the loss that the step returns"),
+        (SwallowsErrors, "is followed by `optimizer_step`, which reads the loss that the step returns"),
         (ChangesModes, "changes layers of the module, their modes or their hooks"),
         (Counts, "count"),
         (Freezes, ""),
@@ -243,10 +333,25 @@ class FailsLater(Plain):
             optimizer.param_groups[0]["lr"] = 0.05
 
 
+class TurnsMomentumOn(Plain):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, dampening=0.5)
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        if batch_idx == 3:
+            optimizer.param_groups[0]["momentum"] = 0.9
+        optimizer.step(closure=optimizer_closure)
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [(SkipsSteps, "which calls its closure itself"), (StepsTwice, "which steps twice"), (FailsLater, "reads weights")],
+    [
+        (TurnsMomentumOn, "which turns momentum on or off"),
+        (SkipsSteps, "which calls its closure itself"),
+        (StepsTwice, "which steps twice"),
+        (FailsLater, "reads weights"),
+    ],
 )
 def test_what_shows_in_a_later_step_undoes_the_stack(kind, words, tmp_path, monkeypatch):
-    monkeypatch.setattr(odd, "SIZES", [20] * 4)
+    monkeypatch.setattr(odd, "SIZES", [17, 19, 20, 18])
     check_found(kind, words, tmp_path)
