@@ -353,7 +353,7 @@ def test_a_metric_with_the_name_of_a_statistic_of_another_is_refused(fit, name, 
 def test_a_metric_that_only_looks_like_a_statistic_is_scored_and_shown(fit, capsys):
     folder, summary = fit(model=Logging("acc_std", "loss", "loss_gap"), max_rounds=1, enable_progress_bar=True)
     out = capsys.readouterr().out
-    assert re.search(r"round 1/1  global -?\d\.\d{3}  personal ", out)
+    assert re.search(r"round 1/1  global acc_std -?\d\.\d{3}  personal ", out)
     for name in ("acc_std", "loss_gap"):
         assert f"personal {name} " in out
         assert summary[f"personal/{name}_std"] > 0
