@@ -45,8 +45,8 @@ def _spread(values: Tensor, mask: Tensor) -> Tensor:
 def held_mean(own: tuple[Weights, Masks], others: Iterable[tuple[Weights, Masks]]) -> dict[str, Tensor]:
     """Return the mean of each weight over the models whose masks keep it; 0 where none does.
 
-    The sums are of differences from the first model, so that floating-point weights that all models share are
-    the same to the last bit.
+    The sums are of differences from the first model, so that floating-point weights that all models share are the same
+    to the last bit.
 
     Args:
         own: Weights, with zeros where the masks are False, and masks of the first model.
