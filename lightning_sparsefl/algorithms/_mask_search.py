@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -11,6 +11,7 @@ from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.density import Shapes, erk, kept_counts, maskable, uniform
+from lightning_sparsefl.sparse.masks import counts
 from lightning_sparsefl.sparse.prune import prune, random_masks
 from lightning_sparsefl.sparse.regrow import regrow
 from lightning_sparsefl.sparse.scores import gradient, magnitude, random
@@ -20,8 +21,12 @@ LayerDensity = Literal["erk", "uniform"]
 """Distribution of a density over layers."""
 Growth = Literal["gradient", "random"]
 """Criterion for growing weights."""
+MaskInit = Literal["same", "different"]
+"""Whether all clients start from the same mask or from different ones."""
 MaskPool = Literal["weights", "all"]
 """Masked tensors: those of two or more dimensions, or every parameter."""
+LayerCounts = Callable[[Masks], Mapping[str, int]]
+"""Function that returns the number of weights that each layer keeps, given masks of the same shapes."""
 
 
 def masked_shapes(weights: Weights, fleet: Fleet, pool: MaskPool) -> Shapes:
@@ -48,18 +53,23 @@ def layer_counts(shapes: Shapes, density: float, layers: LayerDensity) -> dict[s
     return kept_counts(shapes, (erk if layers == "erk" else uniform)(shapes, density))
 
 
-def drawn_masks(like: Masks, counts: Mapping[str, int], view: ClientView, purpose: str) -> Masks:
-    """Draw the first masks of one client, which are equal on every machine.
+def own_masks(first: Masks, view: ClientView, start: MaskInit, purpose: str, kept: LayerCounts = counts) -> Masks:
+    """Return the masks that a client uploaded last, or its first ones, which are equal on every machine.
 
     Args:
-        like: Masks of the same shapes and devices.
-        counts: Number of weights that each mask keeps.
+        first: Masks that all clients start from, or whose shapes and devices their own have.
         view: View of the client.
-        purpose: Name of the draw.
+        start: Whether all clients start from the same masks or from different ones.
+        purpose: Name of the draw of the client's own masks.
+        kept: Number of weights that each of these keeps. Default: that of `first`.
     """
-    shapes = {name: mask.shape for name, mask in like.items()}
-    drawn = random_masks(shapes, counts, generator(view.seed, view.id, purpose))  # on the CPU
-    return {name: mask.to(like[name].device) for name, mask in drawn.items()}
+    if "masks" in view.shared:
+        return dict(view.shared["masks"])
+    if start == "same":
+        return first
+    shapes = {name: mask.shape for name, mask in first.items()}
+    drawn = random_masks(shapes, kept(first), generator(view.seed, view.id, purpose))  # on the CPU
+    return {name: mask.to(first[name].device) for name, mask in drawn.items()}
 
 
 def searched(trained: Weights, masks: Masks, rate: float, growth: Growth, client: Client) -> Masks:

@@ -35,10 +35,11 @@ from typing import Literal
 from lightning_sparsefl.algorithms._mask_search import (
     Growth,
     LayerDensity,
+    MaskInit,
     MaskPool,
-    drawn_masks,
     layer_counts,
     masked_shapes,
+    own_masks,
     searched,
     with_search,
 )
@@ -47,7 +48,7 @@ from lightning_sparsefl.errors import check_types, require
 from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
-from lightning_sparsefl.federated.sampling.draws import drawn, numbers_below
+from lightning_sparsefl.federated.sampling.draws import drawn, numbers_below, within
 from lightning_sparsefl.seeds import generator
 from lightning_sparsefl.sparse.kept_values import held_mean, kept_values, with_zeros
 from lightning_sparsefl.sparse.masks import apply
@@ -81,7 +82,7 @@ class DisPFL(FederatedAlgorithm):
     """Fraction of the maskable weights that a client keeps, in (0, 1], or its capacity (`federation.capacities`)."""
     search: Literal["dst", "static"] = "dst"
     """Whether masks are searched, or keep their random initial values."""
-    mask_init: Literal["same", "different"] = "different"
+    mask_init: MaskInit = "different"
     """Whether all clients start from the same mask or from different ones."""
     layer_density: LayerDensity = "erk"
     """Distribution of the density over layers."""
@@ -131,8 +132,7 @@ class DisPFL(FederatedAlgorithm):
 
     def neighbours_of(self, view: ClientView, clients: Sequence[int]) -> Sequence[int]:
         """Return the clients whose models this one receives in the round."""
-        place = bisect_left(clients, view.id)
-        own = int(place < len(clients) and clients[place] == view.id)
+        place, own = bisect_left(clients, view.id), int(within(clients, view.id))
         others = range(len(clients) - own)  # places, without the client's own
         if self.topology == "ring":
             places = {(place - 1) % len(others), place % len(others)} if others else set()
@@ -150,15 +150,12 @@ class DisPFL(FederatedAlgorithm):
             server: State of the server.
             view: View of the client.
         """
-        if "masks" in view.shared:
-            return dict(view.shared["masks"])
-        first = server.extra["first_masks"]
-        if self.mask_init == "same":
-            return first
-        counts = kept_by(first)
-        if self.density == "capacity":
-            counts = layer_counts({n: mask.shape for n, mask in first.items()}, view.capacity, self.layer_density)
-        return drawn_masks(first, counts, view, "DisPFL mask")
+
+        def by_capacity(first: Masks) -> dict[str, int]:
+            return layer_counts({n: mask.shape for n, mask in first.items()}, view.capacity, self.layer_density)
+
+        counts = by_capacity if self.density == "capacity" else kept_by
+        return own_masks(server.extra["first_masks"], view, self.mask_init, "DisPFL mask", counts)
 
     def download(self, server: ServerState, view: ClientView) -> Message:
         """Send the neighbours' models, and m_k * w_0 to a client that has no model of its own."""

@@ -41,10 +41,11 @@ from typing import Literal
 from lightning_sparsefl.algorithms._mask_search import (
     Growth,
     LayerDensity,
+    MaskInit,
     MaskPool,
-    drawn_masks,
     layer_counts,
     masked_shapes,
+    own_masks,
     searched,
     with_search,
 )
@@ -54,7 +55,6 @@ from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.fleet import Fleet
 from lightning_sparsefl.sparse.masks import apply, subtract
-from lightning_sparsefl.sparse.masks import counts as kept_by
 from lightning_sparsefl.sparse.schedule import cosine
 from lightning_sparsefl.types import (
     ClientView,
@@ -76,7 +76,7 @@ class FedSpa(FederatedAlgorithm):
     """Fraction of the maskable weights that a client keeps, in (0, 1]."""
     search: Literal["dst", "static"] = "dst"
     """Whether masks are searched (DST) or keep their random initial values (RSM)."""
-    mask_init: Literal["same", "different"] = "same"
+    mask_init: MaskInit = "same"
     """Whether all clients start from the same mask or from different ones."""
     layer_density: LayerDensity = "erk"
     """Distribution of the density over layers."""
@@ -122,12 +122,7 @@ class FedSpa(FederatedAlgorithm):
             server: State of the server.
             view: View of the client.
         """
-        if "masks" in view.shared:
-            return dict(view.shared["masks"])
-        first = server.extra["first_masks"]
-        if self.mask_init == "same":
-            return first
-        return drawn_masks(first, kept_by(first), view, "FedSpa mask")
+        return own_masks(server.extra["first_masks"], view, self.mask_init, "FedSpa mask")
 
     @property
     def follows_length(self) -> bool:  # type: ignore[override]

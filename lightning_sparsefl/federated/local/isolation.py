@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -155,8 +154,8 @@ class ModuleState:
         self._parameters: list[tuple[nn.Parameter, bool, dict[int, Any]]] = []
         self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
         self._containers = ContainerStates()
-        self._own = lambda: chain(module.parameters(), module.buffers())
-        self._contents = TensorContents(self._own)
+        self._module = module
+        self._contents = TensorContents(module)
         self._sizes: list[tuple[str, str, Sized, int]] = []
         self._buffers: list[tuple[nn.Module, dict[str, Any]]] = []
         self._members: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -170,7 +169,7 @@ class ModuleState:
             return
         self._buffers.append((module, module._buffers.copy()))
         if isinstance(module, Metric):  # `isolate_metrics` resets its states
-            self._metrics.append(MetricAttributes(module, self._own))
+            self._metrics.append(MetricAttributes(module, self._module))
         else:
             self._visit_attributes(name, module)
         if isinstance(module, MetricCollection):  # which groups its metrics by what the first batch makes of them

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import nn
 from torchmetrics import Metric, SumMetric
 
 from lightning_sparsefl.federated.local.tensor_contents import TensorContents
@@ -35,12 +34,12 @@ class MetricAttributes:
 
     Args:
         metric: Metric.
-        own: Function that returns the parameters and buffers of the whole module, which an attribute may hold too.
+        module: Module that has the metric, whose parameters and buffers an attribute may hold too.
 
     Example:
         >>> from torchmetrics import MinMaxMetric
         >>> metric = MinMaxMetric(SumMetric())
-        >>> before = MetricAttributes(metric, list)
+        >>> before = MetricAttributes(metric, metric)
         >>> _ = metric(3.0)
         >>> before.restore()
         []
@@ -48,9 +47,9 @@ class MetricAttributes:
         tensor(-inf)
     """
 
-    def __init__(self, metric: Metric, own: Callable[[], Iterable[Tensor]]) -> None:
+    def __init__(self, metric: Metric, module: nn.Module) -> None:
         self._metric, self._before = metric, own_attributes(metric)
-        self._containers, self._contents = ContainerStates(), TensorContents(own)
+        self._containers, self._contents = ContainerStates(), TensorContents(module)
         for key, value in self._before.items():
             self._contents.add(self._containers.add(value, key) or (), f"{type(metric).__name__}.{key}")
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -56,11 +57,11 @@ class TensorContents:
     after the work: it has what a client learns.
 
     Args:
-        own: Function that returns the parameters and buffers of the module.
+        module: Module whose parameters and buffers are left out.
 
     Example:
         >>> centre = torch.zeros(2)
-        >>> contents = TensorContents(list)
+        >>> contents = TensorContents(nn.Module())
         >>> contents.add([centre], "Net.centre")
         >>> _ = centre.add_(1)
         >>> contents.restore()
@@ -69,8 +70,8 @@ class TensorContents:
         tensor([0., 0.])
     """
 
-    def __init__(self, own: Callable[[], Iterable[Tensor]]) -> None:
-        self._own = own
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._before: dict[int, _Kept] = {}
 
     @cached_property
@@ -79,7 +80,8 @@ class TensorContents:
         return self._memories()
 
     def _memories(self) -> set[int]:
-        return set(map(_memory_of, filter(is_plain, self._own()))) - {0}  # of tensors without numbers
+        own = chain(self._module.parameters(), self._module.buffers())
+        return set(map(_memory_of, filter(is_plain, own))) - {0}  # of tensors without numbers
 
     def add(self, values: Iterable[Any], name: str) -> None:
         """Take a snapshot of the tensors and arrays of an attribute that are covered.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Protocol
@@ -37,6 +36,7 @@ from lightning_sparsefl.federated.rounds.pending import pending_update, require_
 from lightning_sparsefl.federated.rounds.round_draw import RoundDraw
 from lightning_sparsefl.federated.rounds.workload import Workload
 from lightning_sparsefl.federated.sampling.cohort_draw import CohortDraw
+from lightning_sparsefl.federated.sampling.draws import within
 from lightning_sparsefl.federated.sampling.samplers import Seen
 from lightning_sparsefl.federated.storage.records import ServerRecord
 from lightning_sparsefl.seeds import derive_key
@@ -211,7 +211,7 @@ class Server:  # long because the facts of one order are needed at each of its s
         named = self.algorithm.neighbours_of(now, self.training_clients)
         check_result(self.algorithm, "neighbours_of", named, Sequence)
         for client in named:
-            if not _is_among(self.training_clients, client):
+            if not (isinstance(client, int) and within(self.training_clients, client)):
                 raise InvalidOption(
                     f"`{type(self.algorithm).__name__}.neighbours_of` returned {client!r} for client {view.id}; "
                     "expected numbers of clients that train."
@@ -602,14 +602,6 @@ class _Messages:
         """Return the same of a message that is not remembered; see :meth:`prepare`."""
         sent = replace(message, weights=enforce(message.weights, message.masks))
         return sent, self._codec.message_size(sent, known)
-
-
-def _is_among(clients: Sequence[int], client: object) -> bool:
-    """Return whether ascending numbers, of which there may be many, contain a value."""
-    if not isinstance(client, int):
-        return False
-    place = bisect_left(clients, client)
-    return place < len(clients) and clients[place] == client
 
 
 def _facts(view: ClientView) -> ClientFacts:

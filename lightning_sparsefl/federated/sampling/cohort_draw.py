@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import index
@@ -12,7 +11,7 @@ from typing import Any
 from lightning_sparsefl.errors import InvalidOption, is_whole
 from lightning_sparsefl.federated.aggregation.noise import KeyStream, derive_key
 from lightning_sparsefl.federated.exchange.hook_results import check_result
-from lightning_sparsefl.federated.sampling.draws import drawn
+from lightning_sparsefl.federated.sampling.draws import drawn, within
 from lightning_sparsefl.federated.sampling.samplers import Candidates, CohortSampler, SamplerState, Uniform
 from lightning_sparsefl.seeds import generator
 
@@ -88,7 +87,7 @@ class CohortDraw:
         clients = self.sampler.draw(state, candidates, generator(self.seed, round, "cohort"))
         check_result(self.sampler, "draw", clients, Iterable)
         found = [self._number(client, round) for client in clients]
-        fits = len(found) == len(set(found)) == candidates.count and all(_within(candidates.clients, c) for c in found)
+        fits = len(found) == len(set(found)) == candidates.count and all(within(candidates.clients, c) for c in found)
         if not fits:
             raise InvalidOption(
                 f"`federation.sampler` is {self.sampler}, which drew the clients {found[:20]} in round {round}; "
@@ -105,9 +104,3 @@ class CohortDraw:
             raise InvalidOption(
                 f"`{name}.draw` returned {client!r} among the clients of round {round}; expected whole numbers."
             ) from None
-
-
-def _within(clients: Sequence[int], client: int) -> bool:
-    """Return whether a sequence in ascending order has a client."""
-    place = bisect_left(clients, client)
-    return place < len(clients) and clients[place] == client

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, overload
 
@@ -202,3 +202,18 @@ def weighted(weights: NDArray[np.float64], count: int, uniform: Randoms) -> NDAr
 def _first_above(edges: NDArray[np.float64], mark: float) -> int:
     """Return the first place whose cumulative sum is above a mark; where rounding leaves none, the last that adds."""
     return int(min(np.searchsorted(edges, mark, side="right"), np.searchsorted(edges, edges[-1])))
+
+
+def within(clients: Sequence[int], client: int) -> bool:
+    """Return whether a sequence in ascending order has a client.
+
+    Args:
+        clients: Numbers of clients, of which there may be many.
+        client: Number of a client.
+
+    Example:
+        >>> within([1, 3], 3), within(range(10**9), -1)
+        (True, False)
+    """
+    place = bisect_left(clients, client)
+    return place < len(clients) and clients[place] == client

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Literal, TypeAlias
 
 import torch
@@ -133,9 +132,7 @@ def join_scores(module: LightningModule, parts: Iterable[PartScore]) -> dict[str
     """
     logged: dict[str, Logged] = {}
     metrics = metrics_of(module)
-    kept = [
-        MetricAttributes(metric, lambda: chain(module.parameters(), module.buffers())) for metric in metrics.values()
-    ]
+    kept = [MetricAttributes(metric, module) for metric in metrics.values()]
     for metric in metrics.values():
         metric.reset()
     for part in parts:

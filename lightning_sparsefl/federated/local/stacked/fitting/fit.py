@@ -286,7 +286,7 @@ class StackedFit:
         for callback in self._rates:
             callback.on_fit_start(trainer, self.module)
         if "optimizer_step" in trainer.hooks.overridden:
-            self._own_step = OwnStep(trainer, self.optimizer.optimizer, self._hidden)
+            self._own_step = OwnStep(trainer, self.optimizer.optimizer, self._in_own_step)
 
     def _add_further(self, optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, Tensor]]:
         """Add the leaves of callbacks to the optimizer; return each with the parameter that stands for it there."""
@@ -583,15 +583,21 @@ class StackedFit:
 
         Of what is logged before it, Lightning keeps nothing if the hook logs after it as well.
         """
-        structure, metrics, samples = structure_of(self.module), one.metrics, partial(samples_of, one.batch)
+        metrics, samples = one.metrics, partial(samples_of, one.batch)
         self.log.level = 0
         with self.log.of_hook("optimizer_step", metrics.low, metrics.high, samples):
             part()
             if not logs and (self.log.pending or self.log.pending_objects):
                 raise NotStackable(f"{OWN_STEP}, which logs before its step")
-        if not is_same_structure(structure_of(self.module), structure):
-            raise NotStackable(f"{OWN_STEP}, which changes layers of the module, their modes or their hooks")
         self._begun_with.require_same()
+
+    @contextmanager
+    def _in_own_step(self, reads: str) -> Iterator[None]:
+        """Refuse to read what each client has of its own, and to change layers of the module."""
+        structure = structure_of(self.module)
+        with self._hidden(reads):
+            yield
+        self._require_structure(structure)
 
     def _end_batch(self, callbacks: Sequence[StackedCallback], one: BatchPass) -> None:
         """Let callbacks and the module act after a batch."""
@@ -661,11 +667,15 @@ class StackedFit:
         def require_kept() -> None:
             if options_of(optimizer) != options:
                 raise NotStackable("sets options of the optimizer, which all clients share")
-            if not is_same_structure(structure_of(self.module), structure):
-                raise NotStackable("changes layers of the module, their modes or their hooks, which all clients share")
+            self._require_structure(structure)
 
         yield require_kept
         require_kept()
+
+    def _require_structure(self, before: list[tuple[Any, ...]]) -> None:
+        """Raise :class:`NotStackable` if layers of the module are others than before."""
+        if not is_same_structure(structure_of(self.module), before):
+            raise NotStackable("changes layers of the module, their modes or their hooks, which all clients share")
 
     def _backward(self, one: BatchPass) -> None:
         """Call the training step, and give the leaves their gradients."""
