@@ -95,11 +95,12 @@ def measure(name: str, root: str, rounds: int, samples: int) -> dict[str, Any]:
         started = time.perf_counter()
         summary = trainer.fit(module, data)
         elapsed = time.perf_counter() - started
+    common = summary.get("global/test_acc")  # None for methods that train no global model
     return {
         "method": name,
         "options": ", ".join(f"{key}={value}" for key, value in options.items()),
         "model": type(module).__name__,
-        "global_acc": f"{summary['global/test_acc']:.4f}",
+        "global_acc": "" if common is None else f"{common:.4f}",
         "personal_acc": f"{summary['personal/test_acc']:.4f}",
         "mb_up": f"{summary['comm/uplink_bytes_total'] / 1e6:.3f}",
         "mb_down": f"{summary['comm/downlink_bytes_total'] / 1e6:.3f}",

@@ -71,6 +71,7 @@ from lightning_sparsefl.types import (
 class DisPFL(FederatedAlgorithm):
     """A sparse model for each client, averaged with those of its neighbours in a graph; there is no global model."""
 
+    has_global_model = False
     uploads_shared = True
     mixes_buffers = True
 
@@ -106,7 +107,7 @@ class DisPFL(FederatedAlgorithm):
     @property
     def needs_exact_mean(self) -> str:
         """That no weights are merged."""
-        return "uploads models that the server does not merge"
+        return "has no weights that the server merges"
 
     @property
     def at_full_capacity(self) -> str | None:

@@ -18,7 +18,13 @@ from lightning_sparsefl.types import ClientView, CostFacts, Costs, Message, Serv
 class Local(FederatedAlgorithm):
     """Local training without aggregation."""
 
+    has_global_model = False
     uploads_shared = True
+
+    @property
+    def needs_exact_mean(self) -> str:
+        """That no weights are merged."""
+        return "has no weights that the server merges"
 
     def download(self, server: ServerState, view: ClientView) -> Message:
         """Send the initial weights at a client's first participation, and no weights later."""

@@ -17,8 +17,7 @@ Departures from the paper and the authors' code:
   Fashion-MNIST and CIFAR-100 also increase the strength over the rounds.
 - Thresholds stay in [-5, 5]; the code computes the bounded values and drops them.
 - The optimizer starts anew in every round; in the program for Fashion-MNIST each client keeps its momentum.
-- A client is scored with its own weights under its own last thresholds. There is no global model: ``global/*`` are the
-  scores of the initial weights.
+- A client is scored with its own weights under its own last thresholds, and there is no global model.
 - Density in the costs is that after the client's last participation, and 1 before it. The sums over rows of weights
   that thresholds need in every step are left out.
 """
@@ -57,6 +56,8 @@ from lightning_sparsefl.types import (
 @dataclass(frozen=True, kw_only=True)
 class SpaFL(FederatedAlgorithm):
     """Clients keep their weights and share one threshold for each unit."""
+
+    has_global_model = False
 
     strength: float = 0.002
     """Strength of the term that increases thresholds (alpha), >= 0."""

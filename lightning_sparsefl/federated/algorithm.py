@@ -66,6 +66,8 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
     """Whether `aggregate` makes the step of an optimizer, to which `federation.server_optimizer` would be a second."""
     uploads_shared = False
     """Whether updates may have `shared`, which the server sees for each client by itself, also under a secure sum."""
+    has_global_model = True
+    """Whether rounds train the server's weights; else nothing scores or exports them."""
     mixes_buffers = False
     """Whether clients receive buffers of others in `Message.extra`, which `federation.buffers` does not leave out."""
 
@@ -83,7 +85,8 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
     def needs_exact_mean(self) -> str | None:
         """Why `aggregate` needs the mean of the updates as clients sent them, a clause for an error; else None.
 
-        Clipping, noise, robust reducers, late updates and optimizers of the server change it.
+        Clipping, noise, robust reducers, late updates and optimizers of the server change it, and so they do nothing if
+        no weights are merged, which is another reason to return a clause.
         """
         return None
 

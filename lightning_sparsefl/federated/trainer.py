@@ -400,7 +400,7 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
             datamodule: Data of the clients.
             ckpt_path: Checkpoint or folder of the run. Default: ``last``, the newest run of this algorithm.
             client: Number of the client whose personal model is exported, or its name in `names.csv`, unless that is
-                a number too. Default: the global model.
+                a number too. Default: the global model; a method that has none, such as `DisPFL`, requires a client.
             out: Folder of the files. Default: ``export/global``, or for example ``export/client-7``, in the run folder.
             formats: Formats of the files: ``ckpt``, ``safetensors`` and ``onnx``, which needs the extra ``onnx``.
             check: Whether to load each file into a new copy of the module, evaluate it as the run does, and compare.
@@ -410,12 +410,12 @@ class FederatedTrainer:  # long because LightningCLI reads every option from its
 
         Raises:
             CheckpointMismatch: If there is no run, or the checkpoint belongs to a different one.
-            InvalidOption: If there is no such client, or a file cannot be written.
+            InvalidOption: If there is no such client or no global model, or a file cannot be written.
             ExportMismatch: If the scores of a file differ from those of the model in memory.
         """
         make_layers(model, self.seed)
         request = ExportRequest(copy.deepcopy(model), client, out, formats, check)
-        request.require(as_client_data(datamodule).num_clients)
+        request.require(self.algorithm, as_client_data(datamodule).num_clients)
         exported: Exported = self._dispatch("export", model, datamodule, ckpt_path or "last", request=request)
         return exported
 

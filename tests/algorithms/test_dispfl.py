@@ -209,7 +209,7 @@ def test_a_neighbour_that_is_no_client_is_named(tmp_path):
     [("clip_update", 0.01), ("reducer", CoverageMedian()), ("server_optimizer", ServerOptimizer(rule="adam"))],
 )
 def test_options_of_the_merge_are_refused(name, value, tmp_path):
-    sentence = rf"`federation.{name}` is .*, but DisPFL uploads models that the server does not merge; expected null"
+    sentence = rf"`federation.{name}` is .*, but DisPFL has no weights that the server merges; expected null"
     with pytest.raises(InvalidOption, match=sentence):
         SmallFederation(tmp_path)(DisPFL(), federation={name: value})
 

@@ -23,6 +23,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_sparsefl.errors import ExportMismatch, InvalidOption, require_folder, require_type
+from lightning_sparsefl.federated.algorithm import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.commands import onnx_file
 from lightning_sparsefl.federated.commands.client_number import client_number
@@ -63,10 +64,11 @@ class ExportRequest:
     check: bool = False
     """Whether to load and evaluate the files."""
 
-    def require(self, num_clients: int) -> None:
+    def require(self, algorithm: FederatedAlgorithm, num_clients: int) -> None:
         """Raise :class:`InvalidOption` if an option is not valid.
 
         Args:
+            algorithm: Method of the run.
             num_clients: Number of clients of the run.
         """
         require_type("client", self.client, int | str | None)
@@ -75,6 +77,11 @@ class ExportRequest:
             raise InvalidOption(
                 f"`client` is {self.client}; expected a number from 0 to {num_clients - 1}, or null for the global "
                 "model."
+            )
+        if self.client is None and not algorithm.has_global_model:
+            raise InvalidOption(
+                f"`client` is null, and {type(algorithm).__name__} trains no global model; expected a number from 0 to "
+                f"{num_clients - 1}, or the name of a client, to export its personal model."
             )
         strangers = [name for name in self.formats if name not in get_args(Format)]
         if strangers or not self.formats:

@@ -74,7 +74,7 @@ class Scorer:
             store.pin(selected.state.server.round)
 
     def scores(self, state: RunState) -> Scores:
-        """Score the global model, and each client's own model: of clients that train, and of those that never did.
+        """Score the global model, if there is one, and each client's own: of clients that train, and of others.
 
         Args:
             state: State of the run.
@@ -166,7 +166,7 @@ class Scorer:
         count, seed = self.federation.eval_clients, self.coordinator.server.seed
         groups = (self.coordinator.server.training_clients, self.unseen_clients)
         seen, unseen = (evaluated_clients(seed, clients, count) if personal else [] for clients in groups)
-        server_work = self._pooled(state.server, split) if pooled else None
+        server_work = self._pooled(state.server, split) if pooled and self.algorithm.has_global_model else None
         outcomes = self.coordinator.evaluate(state, [*seen, *unseen], split, task, server_work, round)
         metrics = {outcome.client: outcome.scores.get(split, {}) for outcome in outcomes}
         held_out = frozenset(unseen)

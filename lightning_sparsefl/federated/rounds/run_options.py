@@ -76,6 +76,12 @@ class RunOptions:
                 f"`trainer.limit_train_batches` is {self.local.limit_train_batches}, but "
                 f"{type(self.algorithm).__name__} learns from what the module logs in training; expected a batch."
             )
+        select = self.federation.select or ""
+        if select.startswith("global/") and not self.algorithm.has_global_model:
+            raise InvalidOption(
+                f"`federation.select` is {select!r}, but {type(self.algorithm).__name__} trains no global model; "
+                f"expected a key of the clients' own models, such as {select.replace('global', 'personal', 1)!r}."
+            )
         self._check_state_keys()
 
     def _check_state_keys(self) -> None:

@@ -269,7 +269,8 @@ def _require_numbers(metrics: Mapping[str, Any]) -> None:
 
 def _was_scored(folder: RunFolder) -> bool:
     """Return whether a resumed run has logged scores before."""
-    return any(value for row in folder.metrics.read() for name, value in row.items() if name.startswith("global/"))
+    groups = ("global/", "personal/")
+    return any(value for row in folder.metrics.read() for name, value in row.items() if name.startswith(groups))
 
 
 def _client_rows(

@@ -22,6 +22,7 @@ from lightning_sparsefl import (
     FedLPS,
     FedSpa,
     HeteroFL,
+    Local,
     SplitMix,
     load_sparse,
 )
@@ -537,3 +538,11 @@ def test_a_check_in_bfloat16_is_refused_before_a_file_is_written(run):
     with pytest.raises(InvalidOption, match=r"`check` is True, and model.onnx would be in bfloat16, which NumPy lacks"):
         run(FedAvg(), None, precision="bf16-true", formats=["onnx"], check=True)
     assert not (run.folder / "export").exists()
+
+
+def test_a_method_without_a_global_model_exports_those_of_clients(run):
+    exported = run(Local(), "trained", check=True)
+    assert exported.scores["ckpt"] == exported.scores["in memory"]
+    sentence = "`client` is null, and Local trains no global model; expected a number from 0 to 4, or the name of a cl"
+    with pytest.raises(InvalidOption, match=sentence):
+        run(Local(), None, fit=False)

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback
 
 from helpers.device import on_several_ranks
 from lightning_sparsefl import (
+    DisPFL,
     FedAvg,
     FedBABU,
     FedDIP,
@@ -20,6 +21,7 @@ from lightning_sparsefl import (
     Federation,
     FedSpa,
     Local,
+    SpaFL,
 )
 from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import EvaluationFailed, InvalidOption
@@ -86,6 +88,22 @@ def test_unseen_clients_never_train_and_are_scored_apart(fit):
     assert summary["unseen/val_acc_gap"] == pytest.approx(gap)
     mean = sum(float(row["unseen/val_acc"]) for row in last if row["unseen/val_acc"]) / 2
     assert summary["unseen/val_acc"] == pytest.approx(mean)
+
+
+@pytest.mark.parametrize("algorithm", [DisPFL(), Local(), SpaFL()], ids=lambda algorithm: type(algorithm).__name__)
+def test_a_method_without_a_global_model_scores_its_clients_alone(fit, algorithm):
+    folder, summary = fit(algorithm, federation={"select": "personal/val_loss", "finetune_epochs": 1})
+    table = rows(folder / "metrics.csv")
+    assert not any(name.startswith("global/") for name in [*summary, *table[0]])
+    assert all(float(row["personal/val_loss"]) > 0 for row in table)
+    assert summary["selected/val_loss"] == min(float(row["personal/val_loss"]) for row in table)
+    assert summary["finetuned/val_loss"] > 0
+
+
+def test_a_round_cannot_be_selected_by_a_global_model_that_is_not_trained(fit):
+    sentence = r"`federation.select` is 'global/val_acc', but Local trains no global model; .* as 'personal/val_acc'\.$"
+    with pytest.raises(InvalidOption, match=sentence):
+        fit(Local(), federation={"select": "global/val_acc"})
 
 
 def test_too_many_unseen_clients_are_refused(fit):
