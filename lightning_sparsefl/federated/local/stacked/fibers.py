@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from contextvars import copy_context
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -34,6 +35,8 @@ class Fiber(Generic[Result]):
 
     def __init__(self, work: Callable[[], Result]) -> None:
         self._work, self._greenlet = work, _Greenlet(self)
+        self._context = copy_context()
+        self._greenlet.gr_context = self._context.copy()  # so that the function sees what its caller does
         self._grad = torch.is_grad_enabled()  # of the thread, which the callers and all fibers share
         self.request: Any = None
         self.seconds = 0.0
@@ -52,6 +55,11 @@ class Fiber(Generic[Result]):
     def done(self) -> bool:
         """Whether the function has returned or raised."""
         return bool(self._greenlet.dead)
+
+    def has_set_context(self) -> bool:
+        """Return whether the function, which waits, has set a context variable, which its callers do not see."""
+        now, before = self._greenlet.gr_context or {}, self._context
+        return len(now) != len(before) or any(before.get(key, now) is not value for key, value in now.items())
 
     def resume(self, answer: Any = None) -> None:
         """Run the function until its next request or its end.

@@ -126,6 +126,8 @@ class Logged(NamedTuple):
     batch_size: int
     dtype: torch.dtype
     """Default type of floats within the step, which the precision of the trainer chooses."""
+    counted: bool
+    """Whether `batch_size` is the number of samples of the batch, and not one that the call has given."""
 
 
 class LoggedObject(NamedTuple):
@@ -260,9 +262,18 @@ class StackedLog:
             raise NotStackable(f"logs {kind} as {name!r}")
         tensor, dim = functorch.unwrap(value, self.level) if functorch.is_batched(value) else (value, None)
         size = self.samples() if batch_size is None else batch_size
-        self.pending.append(
-            Logged(name, tensor.clone(), dim, on_step, on_epoch, reduce, size, torch.get_default_dtype())
-        )
+        counted, dtype = batch_size is None, torch.get_default_dtype()
+        self.pending.append(Logged(name, tensor.clone(), dim, on_step, on_epoch, reduce, size, dtype, counted))
+
+    def repeat(self, logged: Sequence[Logged], objects: Sequence[LoggedObject]) -> None:
+        """Record again what a hook has logged for other clients, which is the same for all.
+
+        Args:
+            logged: Calls of `self.log`.
+            objects: Calls of `self.log` with metric objects.
+        """
+        self.pending += [call._replace(batch_size=self.samples()) if call.counted else call for call in logged]
+        self.pending_objects += objects
 
     def _log_object(self, call: LoggedObject) -> None:
         """Record a metric object, and the value that its `forward` has given in this step."""

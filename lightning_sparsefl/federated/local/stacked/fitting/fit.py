@@ -57,6 +57,7 @@ from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.types import Masks, Weights
 
 _SCHEDULER_READS = "is followed by a scheduler that reads"
+_BACKWARD_READS = "has a backward pass that reads"
 
 
 @dataclass
@@ -91,6 +92,15 @@ class _Part(NamedTuple):
     """Their leaves by those of all clients; None if they are all."""
     metrics: MetricRows
     """Their states of the module's metric objects."""
+
+
+class _Started(NamedTuple):
+    """A batch of several clients before its pass."""
+
+    one: BatchPass
+    callbacks: Sequence[StackedCallback]
+    """Those of its clients."""
+    clients: _Part
 
 
 class StackedFit:
@@ -345,19 +355,36 @@ class StackedFit:
 
     def _batch_of_each(self, step: StepCaller, ranges: Sequence[tuple[int, int]], number: int) -> None:
         """Train the clients in some ranges on one batch of each, and step the schedulers that are due."""
-        loop, is_last, ends = self.loop, number + 1 == self._batches, list[Callable[[], None]]()
+        loop, is_last, ends = self.loop, number + 1 == self._batches, list[_Started]()
+        own = self._own_step if self._is_step(0, number) else None
         loop._ready, loop.is_last_batch = number + 1, is_last
-        for low, high, batch in self._read(self._stepping_alike(ranges, number), number):
-            ends.append(self._batch(step, low, high, batch, number))
-            if not self.trainer.lr_scheduler_configs:
-                ends.pop()()
-            del batch  # so that the next one takes its memory, which is in the cache
+        started: Iterable[_Started] = self._starting(step, self._stepping_alike(ranges, number), number)
+        if own is not None:
+            started = list(started)
+            self._run_own(started, lambda: own.start(number), logs=False)
+        for each in started:
+            self._train(each)
+            if own is not None or self.trainer.lr_scheduler_configs:
+                ends.append(each)
+            else:
+                self._end_batch(each)
+            del each  # so that the next batch takes the memory of this one, which is in the cache
+        if own is not None:
+            self._run_own(ends, own.finish)
         if self._is_step(0, number):  # of the longest epoch; where a scheduler steps by batches, all are as long
             self._schedule("step", number)
         if is_last:
             self._schedule("epoch", loop.epochs_processed)
-        for end in ends:  # which see the rates of the next batch
-            end()
+        for each in ends:  # which see the rates of the next batch
+            self._end_batch(each)
+
+    def _starting(self, step: StepCaller, ranges: Sequence[tuple[int, int]], number: int) -> Iterator[_Started]:
+        """Read a batch of each of the clients in some ranges, and do what precedes its pass."""
+        for low, high, batch in self._read(ranges, number):
+            started = self._start(step, low, high, batch, number)
+            del batch
+            yield started
+            del started
 
     def _is_step(self, place: int, number: int) -> bool:
         """Return whether a client takes an optimizer step after a batch."""
@@ -474,18 +501,23 @@ class StackedFit:
     def _schedule(self, interval: Literal["step", "epoch"], number: int) -> None:
         if not self.trainer.lr_scheduler_configs:
             return
-        with self._hidden(_SCHEDULER_READS):
+        with self._hidden(_SCHEDULER_READS) as written:
             step_schedulers(self.trainer, self.trainer.hooks, interval, number, plateau=False)
+        self.whole.attributes.states.assign(0, self.size, written)
 
     @contextmanager
-    def _hidden(self, reads: str) -> Iterator[None]:
-        """Refuse to read what each client has of its own, such as weights, in what runs once for all clients."""
+    def _hidden(self, reads: str) -> Iterator[Mapping[int, Any]]:
+        """Refuse to read what each client has of its own, such as weights, in what runs once for several clients.
+
+        Yields:
+            What attributes have been set to, at the end; see :meth:`.AttributeStates.hidden`.
+        """
         self.loop.for_all = True
         attributes = self.whole.attributes.states.hidden(reads)
         weights = OtherTensors(self.whole.own_ids, f"{reads} weights, of which each client has its own")
         try:
-            with attributes, self._for_all(reads), weights:
-                yield
+            with attributes as written, self._for_all(reads), weights:
+                yield written
         finally:
             self.loop.for_all = False
 
@@ -523,21 +555,22 @@ class StackedFit:
             self._parts[low, high] = _Part(part, None if part is self.whole else rows, self._metrics.part(low, high))
         return self._parts[low, high]
 
-    def _batch(self, step: StepCaller, low: int, high: int, batch: Any, number: int) -> Callable[[], None]:
-        """Train the clients from `low` to before `high` on one batch of each; return what ends it."""
-        log, clients = self.log, self._part(low, high)
-        part, callbacks = clients.module, [callback for callback, _ in self._callbacks]
-        if part is not self.whole:
+    def _start(self, step: StepCaller, low: int, high: int, batch: Any, number: int) -> _Started:
+        """Do what precedes the pass of a batch of each of the clients from `low` to before `high`."""
+        clients, callbacks = self._part(low, high), [callback for callback, _ in self._callbacks]
+        if clients.module is not self.whole:
             callbacks = [callback.rows(low, high) for callback in callbacks]
-        own = self._own_step if self._is_step(low, number) else None
-        if own is not None:
-            own.begin(number)
-        one, recorded = self._pass_of(step, clients, low, high, batch, number), None
+        one = self._pass_of(step, clients, low, high, batch, number)
         one.parts = self.trainer.accumulate_grad_batches
         one.has_outputs = "on_train_batch_end" in self.trainer.hooks.overridden
         self._start_batch(callbacks, one)
-        if own is not None:
-            self._run_own(one, lambda: own.start(number), logs=False)
+        return _Started(one, callbacks, clients)
+
+    def _train(self, started: _Started) -> None:
+        """Train several clients on one batch of each."""
+        one, callbacks, clients = started
+        log, part, recorded = self.log, clients.module, None
+        low, high = self._turn_to(one)
         if self._recorder is None:
             self._pass(one, callbacks)
         else:
@@ -550,14 +583,20 @@ class StackedFit:
             callback.after_backward(one)
         log.collect()
         self._gradient_hook("on_after_backward", one)
-        if self._is_step(low, number):
+        if self._is_step(low, one.number):
             self._step(callbacks, one, clients.rows, None if one.has_own_gradients else recorded)
         elif self._accumulated is not None:
             self._accumulated.keep(low, high, part.leaves)
             for callback in callbacks:
                 callback.without_step(part.leaves)
         self._mask_after_hooks()  # hooks may have written gradients under masks
-        return partial(self._end_batch, callbacks, one)
+
+    def _turn_to(self, one: BatchPass) -> tuple[int, int]:
+        """Let the trainer and the log be those of the clients of a batch; return the first, and that after the last."""
+        low, high = one.metrics.low, one.metrics.high
+        self.loop.set_steps(self.optimizer.taken[low:high])
+        self.log.low, self.log.high, self.log.samples = low, high, partial(samples_of, one.batch)
+        return low, high
 
     def _step(
         self,
@@ -572,36 +611,46 @@ class StackedFit:
         self.optimizer.step(low, high, rows, recorded)
         if self._accumulated is not None:
             self._accumulated.clear(low, high)
-        if self._own_step is not None:
-            self._run_own(one, self._own_step.finish)
         self.loop.set_steps(self.optimizer.taken[low:high])  # as schedulers see it
         for callback in callbacks:
             callback.after_step(one.leaves)
 
-    def _run_own(self, one: BatchPass, part: Callable[[], None], logs: bool = True) -> None:
-        """Run a part of the module's `optimizer_step`, which may set options of the optimizer, and log after its step.
+    def _run_own(self, batches: Sequence[_Started], part: Callable[[], Mapping[int, Any]], logs: bool = True) -> None:
+        """Run a part of the module's `optimizer_step`, once for all clients.
 
-        Of what is logged before it, Lightning keeps nothing if the hook logs after it as well.
+        It may set options of the optimizer and attributes, and log after its step: of what is logged before it,
+        Lightning keeps nothing if the hook logs after it as well.
         """
-        metrics, samples = one.metrics, partial(samples_of, one.batch)
-        self.log.level = 0
-        with self.log.of_hook("optimizer_step", metrics.low, metrics.high, samples):
-            part()
-            if not logs and (self.log.pending or self.log.pending_objects):
+        first, log = batches[0].one, self.log
+        low, high = self._turn_to(first)
+        self.loop.set_steps(first.steps)  # as before the step, also after it
+        with log.of_hook("optimizer_step", low, high, log.samples):
+            log.level = 0
+            written = part()
+            logged = list(log.pending), list(log.pending_objects)
+            if not logs and any(logged):
                 raise NotStackable(f"{OWN_STEP}, which logs before its step")
+        for each in batches:
+            low, high = self._turn_to(each.one)
+            self.whole.attributes.states.assign(low, high, written)
+            if each.one is not first:
+                with log.of_hook("optimizer_step", low, high, log.samples):
+                    log.repeat(*logged)
         self._begun_with.require_same()
 
     @contextmanager
-    def _in_own_step(self, reads: str) -> Iterator[None]:
+    def _in_own_step(self, reads: str) -> Iterator[Mapping[int, Any]]:
         """Refuse to read what each client has of its own, and to change layers of the module."""
         structure = structure_of(self.module)
-        with self._hidden(reads):
-            yield
+        with self._hidden(reads) as written:
+            yield written
         self._require_structure(structure)
 
-    def _end_batch(self, callbacks: Sequence[StackedCallback], one: BatchPass) -> None:
+    def _end_batch(self, started: _Started) -> None:
         """Let callbacks and the module act after a batch."""
-        for callback in callbacks:
+        one = started.one
+        self.loop.set_steps(self.optimizer.taken[one.metrics.low : one.metrics.high])
+        for callback in started.callbacks:
             callback.after_batch(one)
         for leaf in one.part.leaves.values():
             leaf.grad = None
@@ -680,8 +729,10 @@ class StackedFit:
     def _backward(self, one: BatchPass) -> None:
         """Call the training step, and give the leaves their gradients."""
         loss = self._losses(one).sum()
-        with self.whole.attributes.states.hidden("has a backward pass that reads"):
+        with self.whole.attributes.states.hidden(_BACKWARD_READS) as written:
             run_backward(loss)
+        if written:  # by what the gradients of all clients may tell
+            raise NotStackable("has a backward pass that sets attributes, of which each client needs its own")
 
     def _losses(self, one: BatchPass) -> Tensor:
         """Return the losses of a batch of each client."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_sparsefl.federated.local.stacked.fibers import Fiber, ask
 from lightning_sparsefl.federated.local.stacked.fitting.hooks import failing_as
-from lightning_sparsefl.federated.local.stacked.fitting.optimizers import StateOfAll, options_of
+from lightning_sparsefl.federated.local.stacked.fitting.optimizers import StateOfAll
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 
 NAME = "optimizer_step"
@@ -26,21 +26,25 @@ CLAUSE = f"is followed by `{NAME}`"
 """Start of the clauses that say what cannot be stacked."""
 _READS = "reads"
 
-Options = list[dict[str, Any]]
-"""Options of the groups of an optimizer."""
-
 
 class OwnStep:
     """The hook in one fit of several clients.
+
+    It runs once for each batch, also if the clients' batches have different sizes, so that they step one after another
+    while it waits: what it counts by itself is that of a client alone.
 
     Args:
         trainer: Trainer of the stack.
         optimizer: Optimizer of all clients, whose groups the hook sees.
         hidden: Function that makes the context in which the hook runs, where what each client has of its own is hidden.
+            It gives what the hook sets attributes to.
     """
 
     def __init__(
-        self, trainer: Any, optimizer: torch.optim.Optimizer, hidden: Callable[[str], AbstractContextManager[None]]
+        self,
+        trainer: Any,
+        optimizer: torch.optim.Optimizer,
+        hidden: Callable[[str], AbstractContextManager[Mapping[int, Any]]],
     ) -> None:
         self._trainer, self._optimizer, self._hidden = trainer, optimizer, hidden
         seen = copy.copy(optimizer)
@@ -50,52 +54,43 @@ class OwnStep:
         self._seen, self._wrapped = seen, LightningOptimizer(seen)
         self._wrapped._strategy = _Waiting()  # type: ignore[assignment]
         self._fiber: Fiber[Any] | None = None
-        self._batch: tuple[int, int] | None = None
-        """Epoch and index of the batch in which the hook was called last."""
-        self._before: Options = []
-        """Options of the optimizer before that batch."""
-        self._after: Options | None = None
-        """Those after the step of the first clients of that batch; None before it."""
 
-    def begin(self, number: int) -> None:
-        """Give clients that step apart in a batch the options that the first ones have seen.
-
-        Args:
-            number: Index of the batch within the epoch.
-        """
-        batch = self._trainer.current_epoch, number
-        if batch != self._batch:
-            self._batch, self._before, self._after = batch, self._options(), None
-            return
-        for group, values in zip(self._optimizer.param_groups, self._before, strict=True):
-            group.update(_copied(values))
-
-    def start(self, number: int) -> None:
+    def start(self, number: int) -> Mapping[int, Any]:
         """Run the hook up to its step.
 
         Args:
             number: Index of the batch within the epoch.
+
+        Returns:
+            What attributes have been set to; see :meth:`.AttributeStates.hidden`.
 
         Raises:
             NotStackable: If the hook fails, or ends without a step.
         """
         call, hook = self._trainer.hooks.call_module, (NAME, self._trainer.current_epoch, number)
         self._fiber = Fiber(lambda: call(*hook, self._wrapped, _closure))
-        if self._runs_to_its_end():
+        written = self._run()
+        if self._fiber.done:
             raise NotStackable(f"{CLAUSE}, which ends without a step")
+        if self._fiber.has_set_context():
+            raise NotStackable(f"{CLAUSE}, which sets a context variable")
+        return written
 
-    def finish(self) -> None:
+    def finish(self) -> Mapping[int, Any]:
         """Run the rest of the hook, after the clients' step.
 
+        Returns:
+            What attributes have been set to; see :meth:`.AttributeStates.hidden`.
+
         Raises:
-            NotStackable: If the hook fails, steps again, or sets other options than for other clients.
+            NotStackable: If the hook fails, or steps again.
         """
-        if not self._runs_to_its_end():
+        assert self._fiber is not None
+        written = self._run()
+        if not self._fiber.done:
             raise NotStackable(f"{CLAUSE}, which steps twice")
-        options = self._options()
-        if self._after is not None and self._after != options:
-            raise NotStackable(f"{CLAUSE}, which sets options of the optimizer, which all clients share")
-        self._fiber, self._after = None, options
+        self._fiber = None
+        return written
 
     def close(self) -> None:
         """End a hook that waits for a step which is not made."""
@@ -103,11 +98,11 @@ class OwnStep:
             self._fiber.close()
             self._fiber = None
 
-    def _runs_to_its_end(self) -> bool:
-        """Run the hook until its next step or its end; return whether it has ended."""
+    def _run(self) -> Mapping[int, Any]:
+        """Run the hook until its next step or its end; return what attributes have been set to."""
         assert self._fiber is not None
         random, kept, momentum = torch.get_rng_state(), self._kept(), self._has_momentum()
-        with failing_as(CLAUSE), self._hidden(_READS), self._shown(), NotStackable.noted() as refused:
+        with failing_as(CLAUSE), self._hidden(_READS) as written, self._shown(), NotStackable.noted() as refused:
             self._fiber.resume()
             if self._fiber.done:
                 self._fiber.result()
@@ -115,11 +110,11 @@ class OwnStep:
                 raise refused[0]
         if not torch.equal(torch.get_rng_state(), random):
             raise NotStackable(f"{CLAUSE}, which draws random numbers of torch")
-        if self._kept() != kept:  # once for each part of a stack that steps apart
-            raise NotStackable(f"{CLAUSE}, which changes a scheduler, or attributes of the optimizer")
+        if self._kept() != kept:  # which are those of a copy
+            raise NotStackable(f"{CLAUSE}, which changes attributes of the optimizer")
         if self._has_momentum() != momentum:  # of which the first step keeps another buffer than the next ones
             raise NotStackable(f"{CLAUSE}, which turns momentum on or off")
-        return self._fiber.done
+        return written
 
     @contextmanager
     def _shown(self) -> Iterator[None]:
@@ -132,19 +127,13 @@ class OwnStep:
         finally:
             strategy._optimizers, strategy._lightning_optimizers = before
 
-    def _options(self) -> Options:
-        """Return the options of the optimizer, without the kernel, which is chosen for each step."""
-        groups = options_of(self._optimizer)
-        return [_copied({name: value for name, value in group.items() if name != "fused"}) for group in groups]
-
     def _has_momentum(self) -> list[bool]:
         return [bool(group.get("momentum")) for group in self._optimizer.param_groups]
 
     def _kept(self) -> list[dict[str, Any]]:
         """Return what the hook may write elsewhere than in the options."""
         own = [vars(self._wrapped), {key: value for key, value in vars(self._seen).items() if key not in _OF_GROUPS}]
-        schedules = [config.scheduler.state_dict() for config in self._trainer.lr_scheduler_configs]
-        return [_copied(values) for values in (*own, self._seen.defaults, *schedules)]
+        return [_copied(values) for values in (*own, self._seen.defaults)]
 
 
 _OF_GROUPS = ("param_groups", "state", "defaults")

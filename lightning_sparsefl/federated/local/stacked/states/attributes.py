@@ -182,18 +182,52 @@ class AttributeStates:
         return sorted(names)
 
     @contextmanager
-    def hidden(self, reads: str) -> Iterator[None]:
-        """Refuse to read the attributes within the context, in which code of the module runs for all clients.
+    def hidden(self, reads: str) -> Iterator[dict[int, Any]]:
+        """Refuse to read the attributes within the context, in which code of the module runs for several clients.
 
         Args:
-            reads: Start of the clause that says what reads them.
+            reads: Start of the clause that says what reads them; it ends with "reads".
+
+        Yields:
+            Receiver, at the end of the context, of the numbers and strings that attributes have been set to, by the
+            number of the slot, for :meth:`assign`.
+
+        Raises:
+            NotStackable: If an attribute has been set to another kind of value.
         """
-        for slot in self.slots:
-            slot.show(_Hidden(f"{reads} `{slot.name}`, of which each client has its own"))
+        written: dict[int, Any] = {}
+        hidden = [_Hidden(f"{reads} `{slot.name}`, of which each client has its own") for slot in self.slots]
+        for slot, stand_in in zip(self.slots, hidden, strict=True):
+            slot.show(stand_in)
         try:
-            yield
+            yield written
+            values = [slot.table.get(slot.key, _MISSING) for slot in self.slots]
         finally:
             self.restore()
+        for number, (value, stand_in) in enumerate(zip(values, hidden, strict=True)):
+            if value is stand_in:
+                continue
+            if value is not _MISSING and type(value) not in PLAIN:
+                what = f"`{self.slots[number].name}` to a `{type(value).__name__}`"
+                raise NotStackable(f"{reads.removesuffix('reads')}sets {what}, of which each client needs its own")
+            written[number] = value
+
+    def assign(self, low: int, high: int, values: Mapping[int, Any]) -> None:
+        """Set attributes of the clients from `low` to before `high` to the same numbers and strings.
+
+        Args:
+            low: First client.
+            high: Client after the last one.
+            values: The values, by the number of the slot.
+        """
+        if not values:
+            return
+        new: dict[int, _Held] = {}
+        for place in range(low, high):
+            held, row = self.held[place]
+            if id(held) not in new:
+                new[id(held)] = _Held(held.size, [values.get(at, value) for at, value in enumerate(held.values)])
+            self.held[place] = (new[id(held)], row)
 
     def part(self, low: int, high: int) -> AttributeRows:
         """Return the values of the clients from `low` to before `high`.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
+import itertools
+
 import pytest
 import torch
 
@@ -94,14 +97,106 @@ class ComparesOptimizers(Plain):
             optimizer.param_groups[0]["lr"] *= 0.7
 
 
-AT_ONCE = [WarmsUp, SetsBefore, Decays, BesideASchedule, SeesItBefore, ComparesOptimizers]
+class StepsASchedule(Plain):
+    """Steps a scheduler, whose rate stays for some steps, so that the options do not tell how often it was called."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 6, gamma=0.1)]
+
+    def lr_scheduler_step(self, scheduler, metric):
+        pass
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=optimizer_closure)
+        self.lr_schedulers().step()
+
+
+class ScalesASchedule(BesideASchedule):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=optimizer_closure)
+        schedule = self.lr_schedulers()
+        schedule.base_lrs = [rate * 0.9 for rate in schedule.base_lrs]
+
+
+class SetsAttributes(Plain):
+    """Sets attributes that the training step, other hooks and the log read."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.rate, self.within = 1.0, 0.0, False
+
+    def training_step(self, batch, batch_idx):
+        self.log("within", float(self.within), on_step=False, on_epoch=True)
+        self.log("rate", self.rate, on_step=False, on_epoch=True)
+        return self.loss(batch) * self.scale
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        self.scale, self.within = min(1.0, (self.trainer.global_step + 1) / 6), True
+        optimizer.step(closure=optimizer_closure)
+        self.rate, self.within = optimizer.param_groups[0]["lr"], False
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("at_end", self.scale + self.within, on_step=False, on_epoch=True)
+
+
+class CountsByItself(Plain):
+    """Keeps a count where no engine sees it, which a call for each part of the clients would increase."""
+
+    def configure_optimizers(self):
+        rates = itertools.chain([0.1] * 7, itertools.repeat(0.01))
+        self.next_rate = rates.__next__
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.param_groups[0]["lr"] = self.next_rate()
+        optimizer.step(closure=optimizer_closure)
+        self.log("step", float(self.trainer.global_step), on_step=False, on_epoch=True)
+
+
+SCALE = [1.0]
+
+
+class WithinAContext(Plain):
+    """Trains within a context, which lasts for all clients of a batch."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * SCALE[0]
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.log("start", SCALE[0], on_step=False, on_epoch=True)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("end", SCALE[0], on_step=False, on_epoch=True)
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        SCALE[0] = 2.0
+        try:
+            optimizer.step(closure=optimizer_closure)
+        finally:
+            SCALE[0] = 1.0
+
+
+AT_ONCE = [
+    WarmsUp,
+    SetsBefore,
+    Decays,
+    BesideASchedule,
+    SeesItBefore,
+    ComparesOptimizers,
+    StepsASchedule,
+    ScalesASchedule,
+    SetsAttributes,
+    CountsByItself,
+    WithinAContext,
+]
 
 
 @pytest.mark.slow_after_first("sizes")
 @pytest.mark.parametrize("sizes", [list(odd.SIZES), [20] * 4, [17, 19, 20, 18]], ids=["ragged", "even", "last"])
 @pytest.mark.parametrize("kind", AT_ONCE)
 def test_the_hook_is_called_once_for_clients_with_equal_numbers_of_batches(kind, sizes, tmp_path, monkeypatch):
-    """Where their last batches have other sizes, they step apart, each with the options that it would see alone."""
+    """Where their last batches have other sizes, they step apart within one call of the hook."""
     monkeypatch.setattr(odd, "SIZES", sizes)
     stacks, said = check(kind, tmp_path)
     assert not said_alone(said)
@@ -178,21 +273,6 @@ class Draws(Plain):
         optimizer.step(closure=optimizer_closure)
 
 
-class StepsASchedule(Plain):
-    """Steps a scheduler, whose rate stays for some steps, so that the options do not tell how often it was called."""
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 6, gamma=0.1)]
-
-    def lr_scheduler_step(self, scheduler, metric):
-        pass
-
-    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
-        optimizer.step(closure=optimizer_closure)
-        self.lr_schedulers().step()
-
-
 class LogsBefore(Plain):
     """Logs before and after its step, of which Lightning keeps the last one of an epoch's first batch."""
 
@@ -218,13 +298,6 @@ class CountsInDefaults(Plain):
         optimizer.step(closure=optimizer_closure)
         optimizer.defaults["calls"] = optimizer.defaults.get("calls", 0) + 1
         optimizer.param_groups[0]["lr"] = 0.1 / optimizer.defaults["calls"]
-
-
-class ScalesASchedule(BesideASchedule):
-    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
-        optimizer.step(closure=optimizer_closure)
-        schedule = self.lr_schedulers()
-        schedule.base_lrs = [rate * 0.9 for rate in schedule.base_lrs]
 
 
 class AsksForATensor(Plain):
@@ -273,6 +346,32 @@ class Counts(Plain):
         optimizer.step(closure=optimizer_closure)
 
 
+class SetsATensor(Plain):
+    def __init__(self):
+        super().__init__()
+        self.scale = None
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * (1.0 if self.scale is None else self.scale)
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        self.scale = torch.tensor(1.0 / (1 + batch_idx))
+        optimizer.step(closure=optimizer_closure)
+
+
+FACTOR = contextvars.ContextVar("FACTOR", default=1.0)
+
+
+class SetsAContextVariable(Plain):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * FACTOR.get()
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        token = FACTOR.set(3.0)
+        optimizer.step(closure=optimizer_closure)
+        FACTOR.reset(token)
+
+
 class Freezes(Plain):
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
         optimizer.step(closure=optimizer_closure)
@@ -289,14 +388,11 @@ class Freezes(Plain):
         (OtherClosure, "is followed by `optimizer_step`, which steps with another closure than its own"),
         (WithoutTheWrapper, "is followed by `optimizer_step`, which steps the optimizer without its wrapper"),
         (Draws, "is followed by `optimizer_step`, which draws random numbers of torch"),
-        (StepsASchedule, "is followed by `optimizer_step`, which changes a scheduler"),
-        (ScalesASchedule, "is followed by `optimizer_step`, which changes a scheduler"),
-        (CountsInTheOptimizer, "is followed by `optimizer_step`, which changes a scheduler, or attributes of the opt"),
-        (
-            CountsInDefaults,
-            "is followed by `optimizer_step`, which changes a scheduler, or attributes of the optimizer",
-        ),
-        (TensorRate, "is followed by `optimizer_step`, which changes a scheduler, or attributes of the"),
+        (CountsInTheOptimizer, "is followed by `optimizer_step`, which changes attributes of the optimizer"),
+        (CountsInDefaults, "is followed by `optimizer_step`, which changes attributes of the optimizer"),
+        (TensorRate, "is followed by `optimizer_step`, which changes attributes of the optimizer"),
+        (SetsATensor, "is followed by `optimizer_step`, which sets `self.scale` to a `Tensor`, of which each client"),
+        (SetsAContextVariable, "is followed by `optimizer_step`, which sets a context variable"),
         (LogsBefore, "is followed by `optimizer_step`, which logs before its step"),
         (AsksForATensor, "is followed by `optimizer_step`, which reads the loss that the step returns"),
         (SwallowsErrors, "is followed by `optimizer_step`, which reads the loss that the step returns"),

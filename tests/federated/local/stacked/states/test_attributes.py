@@ -19,6 +19,7 @@ from lightning_sparsefl.federated.local.stacked import functorch
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
 from lightning_sparsefl.federated.local.stacked.states.attributes import AttributeStates
 from lightning_sparsefl.sparse import containers
+from tests.federated.local.stacked import test_odd_modules as odd
 from tests.federated.local.stacked.test_odd_modules import Plain, check, fit, said_alone
 
 
@@ -428,9 +429,71 @@ class ScalesItsSlopes(Plain):
         return F.cross_entropy(Scaled.apply(self(batch[0]), self), batch[1])
 
 
+class Noted(Scaled):
+    """Tells its owner of each backward pass."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.owner.seen = True
+        return grad, None
+
+
+class SetsItInItsSlopes(Plain):
+    """Has a flag that the backward pass sets, and that is read in the next step."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = False
+
+    def training_step(self, batch, batch_idx):
+        scale, self.seen = 0.5 if self.seen else 1.0, False
+        return F.cross_entropy(Noted.apply(self(batch[0]), self), batch[1]) * scale
+
+
+class SetByASchedule(Plain):
+    """Has attributes that functions of the scheduler set, which the training step reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.ready = 1.0, False
+
+    def training_step(self, batch, batch_idx):
+        self.log("ready", float(self.ready), on_step=False, on_epoch=True)
+        return self.loss(batch) * self.scale
+
+    def rate(self, step):
+        self.scale = 1 / (1 + step)
+        return self.scale
+
+    def lr_scheduler_step(self, scheduler, metric):
+        scheduler.step()
+        self.ready = True
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.rate)
+        return [optimizer], [{"scheduler": scheduler, "interval": self.interval}]
+
+    interval = "epoch"
+
+
+class SetInEachStep(SetByASchedule):
+    interval = "step"
+
+
+@pytest.mark.parametrize("sizes", [[20] * 4, [17, 19, 20, 18]], ids=["even", "last"])
+@pytest.mark.parametrize("kind", [SetByASchedule, SetInEachStep])
+def test_what_a_scheduler_sets_an_attribute_to_is_that_of_all_clients(kind, sizes, tmp_path, monkeypatch):
+    monkeypatch.setattr(odd, "SIZES", sizes)
+    stacks, said = check(kind, tmp_path)
+    assert stacks == [4, 4]
+    assert not said_alone(said)
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
+        (SetsItInItsSlopes, "has a backward pass that sets attributes, of which each client needs its own"),
         (KeepsItsWeights, "keeps a weight itself, or two views of one tensor, in `self.kept`"),
         (CountsInALargeList, "changes `self.table`, which all clients share"),
         (SchedulesByItsSteps, "is followed by a scheduler that reads `self.seen`, of which each client has its own"),
