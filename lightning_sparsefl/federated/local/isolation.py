@@ -16,7 +16,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.local.metric_attributes import MetricAttributes
 from lightning_sparsefl.federated.local.tensor_contents import NUMBERS, TensorContents
-from lightning_sparsefl.sparse.containers import HOLDERS, ContainerStates, fill, has_content
+from lightning_sparsefl.sparse.containers import HOLDERS, ContainerStates, fill, has_content, values_in
 
 _OF_USERS = {
     "_automatic_optimization",
@@ -47,8 +47,9 @@ def isolate_metrics(module: nn.Module) -> None:
     Raises:
         InvalidOption: If the module has a ``SyncBatchNorm``, which mixes the clients' batches.
     """
-    for name, child in module.named_modules():
+    for child in _with_held(module):
         if isinstance(child, nn.SyncBatchNorm):
+            name = next((name for name, each in module.named_modules() if each is child), "in a list or a dict")
             raise InvalidOption(
                 f"The model has a SyncBatchNorm, {name!r}, which would mix the batches of several clients; "
                 "expected an ordinary BatchNorm (option `model`)."
@@ -56,6 +57,23 @@ def isolate_metrics(module: nn.Module) -> None:
         if isinstance(child, Metric):
             child.distributed_available_fn = _never_distributed
             child.reset()
+
+
+def _with_held(module: nn.Module) -> list[nn.Module]:
+    """Return all modules of a module, also those in lists, tuples and dicts of attributes, which are not registered."""
+    waiting = list(module.modules())
+    found = set(map(id, waiting))
+    for child in waiting:  # which grows
+        attributes = vars(child)
+        for key in () if _is_of_torch(child) else attributes.keys() - OF_LIGHTNING:
+            value = attributes[key]
+            if not issubclass(type(value), HOLDERS) or not 0 < len(value) < _FEW:
+                continue
+            for each in values_in(value) or ():
+                if isinstance(each, nn.Module) and id(each) not in found:
+                    found |= set(map(id, each.modules()))
+                    waiting += each.modules()
+    return waiting
 
 
 @contextmanager
@@ -129,6 +147,8 @@ _PLAIN = (bool, float, int, str)
 _OF_STEPS = {"_need_device_dtype_check_for_fused", "_opt_called"}
 """Attributes of an optimizer that its steps set."""
 _messages = WarningCache()
+_FEW = 1000
+"""Number of items from which on a container is not searched for metrics."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Tables of a module's hooks."""
 _NO_HOOKS: dict[int, Any] = {}
@@ -141,9 +161,10 @@ class ModuleState:
     It covers `requires_grad` and hooks of parameters, training modes, forward and backward hooks of submodules,
     attributes of the user's modules with the contents of lists, dicts, sets and deques and the numbers of tensors and
     arrays, public attributes of other modules, those of metrics that are not states, buffers that were registered or
-    filled, and the number of modules in a ``ModuleList`` or ``ModuleDict``. Changes inside other objects are not
-    undone; a container of ten thousand items whose length has changed, and a tensor of 2^24 numbers that was written,
-    are reported once.
+    filled, and the number of modules in a ``ModuleList`` or ``ModuleDict``. Modules in lists, dicts and tuples, which
+    torch does not register, are covered with their parameters and buffers. Changes inside other objects are not undone;
+    a container of ten thousand items whose length has changed, and a tensor of 2^24 numbers that was written, are
+    reported once.
 
     Args:
         module: Module, which must otherwise have the same submodules at :meth:`restore`.
@@ -155,6 +176,7 @@ class ModuleState:
         self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
         self._containers = ContainerStates()
         self._module = module
+        self._seen = {id(child) for child in module.modules()}
         self._contents = TensorContents(module)
         self._sizes: list[tuple[str, str, Sized, int]] = []
         self._buffers: list[tuple[nn.Module, dict[str, Any]]] = []
@@ -198,6 +220,15 @@ class ModuleState:
                 self._sizes.append((name, key, value, len(value)))
             else:
                 self._contents.add(values, f"{name}.{key}")
+                self._visit_held(values, f"{name}.{key}")
+
+    def _visit_held(self, values: Iterable[Any], name: str) -> None:
+        """Visit the modules in containers, of which torch knows nothing."""
+        for value in values:
+            if isinstance(value, nn.Module) and id(value) not in self._seen:
+                self._seen |= {id(child) for child in value.modules()}
+                self._contents.add_module(value, name)
+                self._visit(name, value)
 
     def restore(self) -> None:
         """Restore the snapshot."""

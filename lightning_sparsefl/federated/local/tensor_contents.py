@@ -95,12 +95,26 @@ class TensorContents:
             if id(value) not in self._before:
                 self._add(value, name)
 
-    def _add(self, value: Any, name: str) -> None:
+    def add_module(self, module: nn.Module, name: str) -> None:
+        """Take a snapshot of the parameters and buffers of a module that is in an attribute.
+
+        Args:
+            module: The module; one of 2^24 numbers is not copied, so that a change is told and not undone.
+            name: Name of the attribute.
+        """
+        tensors = list(filter(is_plain, chain(module.parameters(), module.buffers())))
+        is_large = sum(tensor.numel() for tensor in tensors) >= _LARGE
+        for tensor in tensors:
+            if id(tensor) not in self._before:
+                self._add(tensor, name, is_large)
+
+    def _add(self, value: Any, name: str, is_large: bool = False) -> None:
         if type(value) in (Tensor, nn.Parameter):
             if _is_covered(value) and _memory_of(value) not in self._learned:
                 grad = value.grad if value.is_leaf else None
                 place, flag = (value.data_ptr(), value._version, value.stride()), value.requires_grad
-                self._before[id(value)] = _Kept(value, _copy_of(value), name, *place, grad, flag)
+                content = None if is_large else _copy_of(value)
+                self._before[id(value)] = _Kept(value, content, name, *place, grad, flag)
         elif type(value) is np.ndarray and value.size < _COMPARED and value.flags.writeable and _is_of_numpy(value):
             self._before[id(value)] = _Kept(value, value.copy(), name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import logging
 import math
 import os
@@ -21,6 +22,7 @@ from torchmetrics import MaxMetric, MeanMetric, MetricCollection, SumMetric
 
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
 from lightning_sparsefl.data import ClientDataModules, FederatedBlobs
+from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.local import isolation, tensor_contents
 from lightning_sparsefl.federated.local.engines import FastEngine
 from lightning_sparsefl.federated.local.isolation import ModuleState, isolate_metrics
@@ -397,6 +399,38 @@ def test_a_large_tensor_that_is_written_is_reported_once_by_name(
     assert module.data[0] == 2
 
 
+def test_the_weights_of_a_module_in_a_list_come_back_unless_it_is_large(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(isolation, "_messages", type(isolation._messages)())
+    module = Net()
+    module.others = {"small": [nn.Linear(1, 1)], "own": (module.net[1],), "twice": (nn.BatchNorm1d(2),) * 2}
+    weight, own = module.others["small"][0].weight, module.net[1].weight
+    for large in (False, True):
+        monkeypatch.setattr(tensor_contents, "_LARGE", 2 if large else 100)
+        before, state = weight.item(), ModuleState(module)
+        with torch.no_grad():
+            weight.add_(1)
+            own.add_(1)
+        module.others["twice"][0](torch.randn(4, 2))
+        module.others["small"][0].requires_grad_(False)
+        with caplog.at_level(logging.INFO):
+            state.restore()
+        assert weight.item() == pytest.approx(before + large)
+        assert (int(module.others["twice"][1].num_batches_tracked), weight.requires_grad) == (int(large), True)
+    assert own.mean().item() > 1.5
+    said = [record.message for record in caplog.records]
+    assert sum("has written into the numbers of `Net.others`" in text for text in said) == 1
+    assert sum("has changed `Net.others` in place" in text for text in said) == 1
+
+
+def test_a_batch_norm_over_ranks_in_a_list_is_refused() -> None:
+    module = Net()
+    module.others = [nn.SyncBatchNorm(2)]
+    with pytest.raises(InvalidOption, match="a SyncBatchNorm, 'in a list or a dict', which would mix"):
+        isolate_metrics(module)
+
+
 class Centred(Net):
     """Adds the mean of its logits, which it keeps in a tensor without a name for torch, to the logits."""
 
@@ -410,14 +444,48 @@ class Centred(Net):
         return nn.functional.cross_entropy(logits, batch[1])
 
 
+class Taught(Net):
+    """Learns from a moving average of its weights, which a list keeps out of its `state_dict`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = [copy.deepcopy(self.net).requires_grad_(False)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        logits, theirs = self(batch[0]), self.teacher[0](batch[0])
+        return nn.functional.cross_entropy(logits, batch[1]) + (logits - theirs).square().mean()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            for mean, weight in zip(self.teacher[0].parameters(), self.net.parameters(), strict=True):
+                mean.lerp_(weight, 0.5)
+
+
+class Measures(Net):
+    """Collects its predictions in metric objects that torch does not register, and never resets them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meters = {"all": [SumMetric()], "pair": (MeanMetric(),)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        logits = self(batch[0])
+        self.meters["all"][0].update(logits.detach().abs().sum())
+        self.meters["pair"][0].update(logits.detach())
+        return nn.functional.cross_entropy(logits, batch[1]) / self.meters["all"][0].compute()
+
+    def on_train_epoch_end(self) -> None:
+        self.log("mean", self.meters["pair"][0].compute())
+
+
 @pytest.mark.parametrize("engine", ["trainer", "fast", "auto"])
-def test_a_tensor_in_an_attribute_makes_no_difference_to_other_clients(engine: str, tmp_path: Any) -> None:
+@pytest.mark.parametrize("kind", [Centred, Taught, Measures])
+def test_what_attributes_hold_makes_no_difference_to_other_clients(kind: type[Net], engine: str, tmp_path: Any) -> None:
     """A run that was resumed, whose first client follows no other one, ends where a straight one does."""
     ends = []
     for rounds in ((4,), (2, 4)):
-        torch.manual_seed(0)
-        module = Centred()
         for limit in rounds:
+            torch.manual_seed(0)
             trainer = FederatedTrainer(
                 algorithm=FedAvg(),
                 federation=Federation(clients_per_round=2, local_engine=engine),
@@ -428,11 +496,11 @@ def test_a_tensor_in_an_attribute_makes_no_difference_to_other_clients(engine: s
                 seed=0,
             )
             data = FederatedBlobs(num_clients=4, num_train=80, num_test=8, num_classes=4, dim=8, val_fraction=0.2)
-            trainer.fit(module, data, "last" if limit != rounds[0] else None)
-            module = Centred()
+            trainer.fit(kind(), data, "last" if limit != rounds[0] else None)
         ends.append(trainer.run_folder)
-    straight, resumed = (rows(folder / "metrics.csv")[-1]["global/val_loss"] for folder in ends)
-    assert straight == resumed
+    straight, resumed = (rows(folder / "metrics.csv")[-1] for folder in ends)
+    assert straight["global/val_loss"] == resumed["global/val_loss"]
+    assert straight.get("local/mean") == resumed.get("local/mean")
 
 
 def test_a_large_container_that_grows_is_reported_once_by_name(
