@@ -83,8 +83,9 @@ class FederatedAlgorithm(ABC):  # noqa: B024 - every hook has a default, and jso
 
     @property
     def needs_exact_mean(self) -> str | None:
-        """Why `aggregate` needs the mean of the updates as clients sent them, a clause for an error; else None.
+        """Why `aggregate` needs the mean of the updates as clients sent them; None if it does not.
 
+        The clause follows the name of the method, as "corrects the mean" does in "but MyMethod corrects the mean".
         Clipping, noise, robust reducers, late updates and optimizers of the server change it, and so they do nothing if
         no weights are merged, which is another reason to return a clause.
         """

@@ -36,7 +36,7 @@ _MASK_BYTES = "comm/mask_bytes_total"
 _COSTS = (
     ("comm/uplink_bytes_total", "bytes up", "B"),
     ("comm/downlink_bytes_total", "bytes down", "B"),
-    (_MASK_BYTES, "  of these, masks", "B"),
+    (_MASK_BYTES, "  of both, masks", "B"),
     ("comm/paper_bytes_total", "bytes, by formula", "B"),
     ("flops/train_total", "training FLOPs", "FLOP"),
     ("flops/paper_total", "training FLOPs, by formula", "FLOP"),

@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 from lightning.pytorch import Callback, LightningModule
+from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_sparsefl.federated import FederatedAlgorithm
 from lightning_sparsefl.federated.client import Client
@@ -189,6 +190,38 @@ def is_the_same_in_both_engines(algorithm: FederatedAlgorithm, federation: Small
     runs = (federation(algorithm, rounds=2, folder=e, federation={"local_engine": e}) for e in ("fast", "trainer"))
     one, two = (last_contents(run.run_folder) for run in runs)
     require_equal(one, two, "checkpoint", "between the fast engine and a Trainer")
+
+
+@promise
+def is_the_same_in_stacks(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
+    """Check that clients that train as a stack end where they end one after another, up to rounding in float64.
+
+    In a stack, `train` of one client waits in `client.fit` until those of the others have come there: what it needs
+    after the fit belongs into a variable of its own, and not into one that all clients share. Dropout is left out,
+    since a stack draws other random numbers.
+    """
+    one, other = (_in_double(algorithm, federation, engine) for engine in ("fast", "stacked"))
+    require_equal(one, other, "", "between clients one after another and stacks of them")
+
+
+def _in_double(algorithm: FederatedAlgorithm, federation: SmallFederation, engine: str) -> dict[str, Any]:
+    """Return what a run in double precision leaves, in a form that is equal up to rounding."""
+    torch.manual_seed(0)
+    module, options = _without_dropout(federation.module_for(algorithm)), {"local_engine": engine, "stack_size": 4}
+    run = federation(
+        algorithm, folder=engine, module=module, precision="64-true", federation=options, rounds=2, quiet=True
+    )
+    content = last_contents(run.run_folder, near=True)
+    del content["sparsefl"]["identity"]["training"]["stack size"]
+    tables = {name: comparable(rows(run.run_folder / name), near=True) for name in ("metrics.csv", "clients.csv")}
+    return {"checkpoint": content, **tables}
+
+
+def _without_dropout(module: LightningModule) -> LightningModule:
+    for child in module.modules():
+        if isinstance(child, _DropoutNd):
+            child.p = 0.0
+    return module
 
 
 @promise

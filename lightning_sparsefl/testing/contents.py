@@ -28,11 +28,12 @@ def stored_records(folder: Path) -> dict[str, dict[int, dict[int, Any]]]:
     return {name: dict(read_stored(StoredRecords(**stored), clients, name, run)) for name, stored in stores.items()}
 
 
-def last_contents(folder: Path) -> dict[str, Any]:
+def last_contents(folder: Path, near: bool = False) -> dict[str, Any]:
     """Read the last checkpoint of a run folder with the newest records of its clients, in comparable form.
 
     Args:
         folder: Run folder.
+        near: Whether floating-point numbers are equal up to rounding in float64.
     """
     content = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
     # another index where records lie elsewhere, and another identifier
@@ -43,7 +44,7 @@ def last_contents(folder: Path) -> dict[str, Any]:
         name: {client: versions[max(versions)] for client, versions in sorted(records.items())}
         for name, records in stored_records(folder).items()
     }
-    found: dict[str, Any] = comparable(content)
+    found: dict[str, Any] = comparable(content, near)
     return found
 
 
@@ -71,23 +72,72 @@ def rows(path: Path) -> list[dict[str, str]]:
         return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in csv.DictReader(file)]
 
 
-def comparable(value: Any) -> Any:
+class Near:
+    """Floating-point numbers that are equal to others up to rounding in float64.
+
+    Args:
+        value: Tensor or number.
+
+    Example:
+        >>> Near(0.1 + 0.2) == Near(0.3), Near(torch.ones(2)) == Near(torch.ones(3))
+        (True, False)
+    """
+
+    def __init__(self, value: Tensor | float) -> None:
+        self.value = torch.as_tensor(value).detach().cpu().double()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Near) or self.value.shape != other.value.shape:
+            return False
+        return torch.allclose(self.value, other.value, rtol=_ROUNDING, atol=_ROUNDING, equal_nan=True)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return str(self.value.item()) if self.value.dim() == 0 else f"a tensor with the sum {self.value.sum().item()}"
+
+
+_ROUNDING = 1e-9
+"""Largest difference of two numbers in float64, and of their ratio from 1, that is attributed to rounding."""
+
+
+def comparable(value: Any, near: bool = False) -> Any:
     """Return a value with tensors as dtype, shape and bytes, and floats as text, so that ``==`` compares every bit.
+
+    Args:
+        value: Value of nested containers.
+        near: Whether floating-point numbers, also those in texts, are equal up to rounding in float64.
 
     Example:
         >>> comparable([torch.tensor([65], dtype=torch.uint8)])
         [('torch.uint8', (1,), b'A')]
+        >>> comparable({"loss": "0.3"}, near=True) == comparable({"loss": "0.30000000000000004"}, near=True)
+        True
     """
+    if near and (number := _floating(value)) is not None:
+        return Near(number)
     if isinstance(value, Tensor):
         value = value.detach().cpu().contiguous()
         return (str(value.dtype), tuple(value.shape), value.reshape(-1).view(torch.uint8).numpy().tobytes())
     if isinstance(value, Mapping):
-        return {key: comparable(item) for key, item in value.items()}
+        return {key: comparable(item, near) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [comparable(item) for item in value]
+        return [comparable(item, near) for item in value]
     if isinstance(value, float):
         return repr(value)  # NaN is not equal to itself
     return value
+
+
+def _floating(value: Any) -> Tensor | float | None:
+    """Return a floating-point tensor or number, also of a text; None for other values."""
+    if isinstance(value, Tensor):
+        return value if value.is_floating_point() else None
+    if not isinstance(value, float | str):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None
 
 
 def difference(one: Any, other: Any, path: str = "") -> str:

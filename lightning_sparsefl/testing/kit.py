@@ -42,6 +42,7 @@ _ALGORITHM = (
     algorithm_checks.leaves_messages_unchanged,
     algorithm_checks.leaves_the_servers_state_unchanged,
     algorithm_checks.is_the_same_in_both_engines,
+    algorithm_checks.is_the_same_in_stacks,
     algorithm_checks.is_the_same_when_encoded,
     algorithm_checks.is_the_same_after_a_resume,
     algorithm_checks.leaves_failed_clients_out,

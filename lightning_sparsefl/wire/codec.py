@@ -1,10 +1,11 @@
 """Encoding of messages and updates as bytes; the ledger charges the length of the encoding.
 
 Both ends know the model (the schema) and the masks that were sent before. A tensor is therefore identified by its
-index in the schema, a mask is sent as its difference from the previous one, and weights are sent as the values that
-the masks keep, without positions. Any other tensor is encoded in the smallest of three forms: all values (`dense`),
-non-zero values with one bit per position (`bitmask`), or non-zero values with their positions (`indices`). The format
-uses no pickle, and the decoder checks every length before it allocates memory.
+index in the schema, weights are sent as the values that the masks keep, without positions, and a mask of an update as
+its difference from that of the message; one of a message that the client already holds takes a byte. Any other tensor
+is encoded in the smallest of three forms: all values (`dense`), non-zero values with one bit per position (`bitmask`),
+or non-zero values with their positions (`indices`). The format uses no pickle, and the decoder checks every length
+before it allocates memory.
 """
 
 from __future__ import annotations

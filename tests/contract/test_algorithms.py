@@ -38,6 +38,11 @@ def test_is_the_same_in_both_engines(algorithm, federation):
 
 
 @every_algorithm
+def test_is_the_same_in_stacks(algorithm, federation):
+    checks.is_the_same_in_stacks(algorithm, federation)
+
+
+@every_algorithm
 def test_is_the_same_when_encoded(algorithm, federation):
     checks.is_the_same_when_encoded(algorithm, federation)
 

@@ -91,7 +91,7 @@ def test_no_scores_no_rows():
 def test_a_method_without_masks_has_no_row_for_their_bytes():
     costs = {"comm/uplink_bytes_total": 5, "flops/train_total": 0}
     assert summary_rows({**costs, "comm/mask_bytes_total": 0}) == summary_rows(costs)
-    assert ("  of these, masks", "3 B") in summary_rows({**costs, "comm/mask_bytes_total": 3})
+    assert ("  of both, masks", "3 B") in summary_rows({**costs, "comm/mask_bytes_total": 3})
     assert ("training FLOPs", "0 FLOP") in summary_rows(costs)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
-from lightning_sparsefl.callbacks import ProximalTerm
+from lightning_sparsefl.callbacks import ProximalTerm, StepMeter
 from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.data import IID, Partition
 from lightning_sparsefl.federated import CohortSampler, CoordinateReducer, FederatedAlgorithm, Uniform
@@ -104,6 +104,22 @@ class LeavesItsCallbacksOut(FederatedAlgorithm):
     def train(self, message, client):
         result = client.fit(message.weights, message.masks)
         return Update(weights=result.weights, weight=client.num_examples, metrics=result.metrics)
+
+
+LATEST: dict[str, StepMeter] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepsItsCallbackForAll(FederatedAlgorithm):
+    """Reads a callback after the fit from a variable that the clients of a stack share."""
+
+    def callbacks(self, message, client):
+        LATEST["meter"] = StepMeter(mu=0)
+        return [LATEST["meter"]]
+
+    def train(self, message, client):
+        update = super().train(message, client)
+        return replace(update, metrics={**update.metrics, "path": LATEST["meter"].path})
 
 
 @dataclass(frozen=True, kw_only=True)

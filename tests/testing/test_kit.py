@@ -47,6 +47,7 @@ METHODS = {
     broken.CountsInAModule: "is_the_same_after_a_resume",
     broken.MutatesItsRecord: "leaves_the_servers_state_unchanged",
     broken.TrainsDense: "trains_with_its_masks_and_callbacks",
+    broken.KeepsItsCallbackForAll: "is_the_same_in_stacks",
     broken.LeavesItsCallbacksOut: "trains_with_its_masks_and_callbacks",
 }
 CALLBACKS = {

@@ -370,7 +370,7 @@ class Server:  # long because the facts of one order are needed at each of its s
         record = ServerRecord(view.shared if update.shared is None else update.shared, held, answer.version)
         return replace(
             blank,
-            metrics=dict(update.metrics),
+            metrics={name: float(value) for name, value in update.metrics.items()},
             charge=charge,
             record=record.to_plain(),
             version=answer.version,

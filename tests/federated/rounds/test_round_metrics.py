@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 
+from lightning_sparsefl import FederatedAlgorithm
 from lightning_sparsefl.cost import Charge
 from lightning_sparsefl.federated.exchange.flat import Layout
 from lightning_sparsefl.federated.rounds.outcome import Outcome
 from lightning_sparsefl.federated.rounds.round_metrics import late_metrics, round_metrics
+from lightning_sparsefl.testing.contents import rows
+from lightning_sparsefl.testing.small_federation import SmallFederation
 
 LAYOUT = Layout({"a": torch.zeros(10), "b": torch.zeros(30)}, {})
 
@@ -49,3 +54,16 @@ def test_late_clients_cost_their_downloads_and_what_the_hardware_executes():
     charge = Charge(round=0, client=0, downlink_bytes=7, uplink_bytes=50, flops_train=3.0, flops_paper=90.0)
     outcomes = [Outcome(0, charge=charge), Outcome(1, "late", charge=charge), Outcome(2, "late", charge=charge)]
     assert late_metrics(outcomes) == {"clients/late": 2, "flops/late": 6.0, "comm/late_bytes": 14}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReturnsATensor(FederatedAlgorithm):
+    def train(self, message, client):
+        return replace(super().train(message, client), metrics={"step": torch.tensor(0.5)})
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_a_metric_that_is_a_tensor_is_its_number(tmp_path):
+    trainer = SmallFederation(tmp_path)(ReturnsATensor(), rounds=1)
+    assert [row["local/step"] for row in rows(trainer.run_folder / "metrics.csv")] == ["0.5"]
+    assert {row["local/step"] for row in rows(trainer.run_folder / "clients.csv")} == {"0.5", ""}
