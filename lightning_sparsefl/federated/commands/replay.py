@@ -58,11 +58,14 @@ class Replay:
         kept = sum(votes.get(name, tensor.numel()) for name, tensor in sent.items())
         charge = self.outcome.charge
         assert charge is not None
+        merged = [
+            (f"norm of the update ({self.update.kind})", f"{self.norm:.6g}"),
+            ("weights it votes on", f"{kept} of {sum(tensor.numel() for tensor in self.message.weights.values())}"),
+        ]
         return [
             *((f"local {name}", f"{value:.6g}") for name, value in sorted(self.outcome.metrics.items())),
             ("training samples", str(self.outcome.num_examples)),
-            (f"norm of the update ({self.update.kind})", f"{self.norm:.6g}"),
-            ("weights it votes on", f"{kept} of {sum(tensor.numel() for tensor in self.message.weights.values())}"),
+            *(merged if sent else ()),
             ("its weight in the merge", str(self.update.weight)),
             ("bytes down", quantity(charge.downlink_bytes, "B")),
             ("bytes up", quantity(charge.uplink_bytes, "B")),

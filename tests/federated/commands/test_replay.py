@@ -6,7 +6,7 @@ import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_sparsefl import FedAvg, FedSpa
+from lightning_sparsefl import FedAvg, FedSpa, Local
 from lightning_sparsefl.errors import ClientFailed, InvalidOption
 from lightning_sparsefl.federated.local.stacked.worker import StackedWorker
 
@@ -49,6 +49,18 @@ def test_a_client_that_had_a_time_limit_trains_alone_again(federation, monkeypat
     folder = str(federation(FedAvg(), federation=options).run_folder)
     options = {"federation": options, "arguments": {"client": 0}}
     assert federation(FedAvg(), verb="replay", ckpt_path=folder, **options).summary.norm > 0
+
+
+@pytest.mark.parametrize(("algorithm", "merges"), [(FedAvg(), True), (Local(), False)], ids=["FedAvg", "Local"])
+def test_the_table_has_votes_where_weights_are_sent(algorithm, merges, federation):
+    options = {"clients_per_round": 6}
+    run = federation(algorithm, rounds=2, federation=options)
+    arguments = {"client": 0}
+    path = str(run.run_folder)
+    again = federation(algorithm, verb="replay", ckpt_path=path, federation=options, arguments=arguments, rounds=2)
+    names = [name for name, _ in again.summary.rows()]
+    assert ("weights it votes on" in names, "norm of the update (weights)" in names) == (merges, merges)
+    assert names[-3:] == ["bytes down", "bytes up", "seconds"]
 
 
 class StopAfterTwo(Callback):
