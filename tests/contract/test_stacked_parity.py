@@ -411,14 +411,15 @@ class Counting(Classifier):
 @pytest.fixture
 def together():
     """The numbers of clients that step together in the last epoch, and whether their numbers of steps are equal."""
-    sizes, before = [], StackedFit._batch
+    sizes, before = [], StackedFit._train
 
-    def step(fit, caller, low, high, batch, number):
+    def train(fit, started):
+        low, high = started.one.metrics.low, started.one.metrics.high
         if fit.trainer.current_epoch == fit.requests[0].epochs - 1:
             sizes.append((high - low, len(set(fit.optimizer.taken[low:high])) == 1))
-        return before(fit, caller, low, high, batch, number)
+        return before(fit, started)
 
-    with mock.patch.object(StackedFit, "_batch", step):
+    with mock.patch.object(StackedFit, "_train", train):
         yield sizes
 
 

@@ -239,7 +239,7 @@ class Drawn(L.LightningModule):
         super().__init__()
         self.draws = draws
         self.net = network(draws)
-        self.calls, self.seen, self.scale = 0, [], 1.0
+        self.calls, self.seen, self.scale, self.warm = 0, [], 1.0, 0.0
         if draws.metric:
             self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=CLASSES)
         if "buffer" in draws.state:
@@ -341,6 +341,10 @@ def _total(module: Any, loss: Tensor, batch_idx: int) -> Tensor:
     return loss * (1.0 + batch_idx / max(1, module.trainer.num_training_batches))
 
 
+def _warmth(module: Any, loss: Tensor, batch_idx: int) -> Tensor:
+    return loss * (1.0 + 10 * module.warm)
+
+
 STATES: dict[str, Callable[[Any, Tensor, int], Tensor]] = {
     "count": _count,
     "list": _append,
@@ -350,6 +354,7 @@ STATES: dict[str, Callable[[Any, Tensor, int], Tensor]] = {
     "epoch": _epoch,
     "rate": _rate,
     "total": _total,
+    "warm": _warmth,
 }
 """What a training step reads or keeps beside its weights, and changes its loss by."""
 
@@ -386,6 +391,7 @@ def _step(self: Any, epoch: int, batch_idx: int, optimizer: Any, optimizer_closu
     group = optimizer.param_groups[-1]
     if batch_idx % 2:  # of the step itself, else of the next one
         group["lr"] = 0.01 * min(1.0, (self.trainer.global_step + 1) / 5)
+    self.warm = float(group["lr"])
     optimizer.step(closure=optimizer_closure)
     if epoch == 1:
         group["lr"] = 0.02
