@@ -11,8 +11,6 @@ import torch
 from lightning_sparsefl import DisPFL
 from lightning_sparsefl.cost import Devices
 from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated.aggregation.robust import CoverageMedian
-from lightning_sparsefl.federated.aggregation.server_optimizer import ServerOptimizer
 from lightning_sparsefl.federated.rounds import server
 from lightning_sparsefl.federated.sampling.draws import Training
 from lightning_sparsefl.federated.sampling.oort import Oort
@@ -202,16 +200,6 @@ class Lost(DisPFL):
 def test_a_neighbour_that_is_no_client_is_named(tmp_path):
     with pytest.raises(InvalidOption, match=r"`Lost.neighbours_of` returned 6 for client \d; expected numbers of cl"):
         SmallFederation(tmp_path)(Lost())
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("clip_update", 0.01), ("reducer", CoverageMedian()), ("server_optimizer", ServerOptimizer(rule="adam"))],
-)
-def test_options_of_the_merge_are_refused(name, value, tmp_path):
-    sentence = rf"`federation.{name}` is .*, but DisPFL has no weights that the server merges; expected null"
-    with pytest.raises(InvalidOption, match=sentence):
-        SmallFederation(tmp_path)(DisPFL(), federation={name: value})
 
 
 def test_a_last_fit_starts_from_the_mean_that_was_scored(tmp_path, monkeypatch):

@@ -1,13 +1,8 @@
 from __future__ import annotations
 
-import pytest
 import torch
 
 from lightning_sparsefl import Local
-from lightning_sparsefl.errors import InvalidOption
-from lightning_sparsefl.federated.aggregation.robust import CoverageMedian
-from lightning_sparsefl.federated.aggregation.server_optimizer import ServerOptimizer
-from lightning_sparsefl.testing.small_federation import SmallFederation
 from lightning_sparsefl.types import Costs, Merged, Message, ServerState
 
 COMMON = {"w": torch.tensor([1.0, 2.0])}
@@ -50,13 +45,3 @@ def test_costs(facts):
     first = Local().costs(facts())
     assert first == Costs(flops_paper=1428, flops_analytic=1428, bytes_down_paper=0, bytes_up_paper=0)
     assert Local().costs(facts(message=Message(weights={}))) == first
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("clip_update", 0.01), ("reducer", CoverageMedian()), ("server_optimizer", ServerOptimizer(rule="adam"))],
-)
-def test_options_of_the_merge_are_refused(name, value, tmp_path):
-    sentence = rf"`federation.{name}` is .*, but Local has no weights that the server merges; expected null"
-    with pytest.raises(InvalidOption, match=sentence):
-        SmallFederation(tmp_path)(Local(), federation={name: value})

@@ -8,7 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sparsefl import DepthFL, FedAvg, FedDyn, FederatedTrainer, Federation, FedP3, Hermes, SparsyFed
+from lightning_sparsefl import (
+    DepthFL,
+    DisPFL,
+    FedAvg,
+    FedDyn,
+    FederatedTrainer,
+    Federation,
+    FedP3,
+    Hermes,
+    Local,
+    SparsyFed,
+)
 from lightning_sparsefl.errors import InvalidOption, InvalidUpdate
 from lightning_sparsefl.federated import REFL, CoordinateReducer, CoverageMedian, Privacy, ServerOptimizer, TrimmedMean
 from lightning_sparsefl.federated.aggregation.clipping import clipped, require_norm
@@ -385,6 +396,27 @@ def test_options_that_change_what_a_method_computes_with_are_refused(method, opt
     reason = "corrects the mean" if method.needs_exact_mean else "has clients send more than they received, unless"
     with pytest.raises(InvalidOption, match=rf"`federation\.{name}` is .*, but {kind} {reason} .*; expected null"):
         MergePolicy(method, federation, layout, 4, late)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_update": 0.01},
+        {"reducer": CoverageMedian()},
+        {"server_optimizer": ServerOptimizer()},
+        {"sampler": REFL()},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.parametrize("method", [DisPFL(), Local()], ids=lambda method: type(method).__name__)
+def test_options_of_a_merge_are_refused_where_nothing_is_merged(method, options):
+    federation, (name,) = Federation(**options), options
+    late = None if federation.sampler is None else federation.sampler.late_merge()
+    said = (
+        rf"`federation\.{name}` is .*, but {type(method).__name__} has no weights that the server merges; expected null"
+    )
+    with pytest.raises(InvalidOption, match=said):
+        MergePolicy(method, federation, flat_module().layout, 4, late)
 
 
 @pytest.mark.parametrize(
