@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torchmetrics import Metric, MetricCollection
 
 from lightning_sparsefl.errors import InvalidOption
@@ -223,9 +224,11 @@ class ModuleState:
                 self._visit_held(values, f"{name}.{key}")
 
     def _visit_held(self, values: Iterable[Any], name: str) -> None:
-        """Visit the modules in containers, of which torch knows nothing."""
+        """Visit the modules in containers, of which torch knows nothing, but for those that a first call changes."""
         for value in values:
-            if isinstance(value, nn.Module) and id(value) not in self._seen:
+            if not isinstance(value, nn.Module) or id(value) in self._seen:
+                continue
+            if not any(map(is_lazy, value.parameters())):
                 self._seen |= {id(child) for child in value.modules()}
                 self._contents.add_module(value, name)
                 self._visit(name, value)

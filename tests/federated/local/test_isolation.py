@@ -424,6 +424,16 @@ def test_the_weights_of_a_module_in_a_list_come_back_unless_it_is_large(
     assert sum("has changed `Net.others` in place" in text for text in said) == 1
 
 
+def test_a_layer_in_a_list_that_its_first_call_makes_another_stays_so() -> None:
+    module, inputs = Net(), torch.ones(1, 3)
+    module.others, module.own = [nn.LazyLinear(2)], [module]
+    state = ModuleState(module)
+    first = module.others[0](inputs)
+    state.restore()
+    assert type(module.others[0]) is nn.Linear
+    assert torch.equal(module.others[0](inputs), first)
+
+
 def test_a_batch_norm_over_ranks_in_a_list_is_refused() -> None:
     module = Net()
     module.others = [nn.SyncBatchNorm(2)]
