@@ -28,6 +28,7 @@ class MadeUpRun:
     sparse: bool = True
     timed: bool = True
     flops: bool = True
+    common: bool = True
 
     def __post_init__(self):
         self.chance = random.Random(f"{self.algorithm} {self.seed} {self.quality}")
@@ -54,6 +55,8 @@ class MadeUpRun:
             scores = [min(1.0, level + 0.3 * self.chance.random()) for _ in range(CLIENTS)]
             mean = sum(scores) / CLIENTS
             row |= {"global/val_loss": 1.0 - mean, "global/val_acc": mean - 0.05, "personal/val_acc": mean}
+            if not self.common:
+                row = {name: value for name, value in row.items() if not name.startswith("global/")}
             row["personal/val_acc_worst10"] = sum(sorted(scores)[:2]) / 2
             self.make_overlaps(number)
         self.metrics.append(row)

@@ -146,10 +146,11 @@ def _bars(plot: Bars) -> Figure:
         scale, unit = scaled_unit(max(means), plot.units[panel])
         for number, (name, values) in enumerate(found.items()):
             where = np.arange(len(names)) - 0.4 + thick * (number + 0.5)
-            chosen = [values[group] for group in names]
+            chosen = [values.get(group, MeanStd()) for group in names]
             _bar_row(axes, where, chosen, scale, thick, COLOURS[number], name)
-            for y, value, of in zip(where, chosen, plot.sizes.values(), strict=True):
-                _bar_note(axes, value.mean / scale, value.count, of, y)
+            for y, (group, of) in zip(where, plot.sizes.items(), strict=True):
+                if group in values:
+                    _bar_note(axes, values[group].mean / scale, values[group].count, of, y)
         axes.set_xlabel(f"{panel} ({unit})")
         axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.set_xlim(left=0)

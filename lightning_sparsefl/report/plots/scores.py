@@ -152,7 +152,7 @@ def target_plot(groups: Sequence[Group], metric: str | None, targets: Mapping[st
         caption=(
             "Bytes in both directions and training FLOPs of all clients up to the first evaluated round that reached "
             "the target; mean and sample standard deviation over the runs that did. A number such as 2/3 counts them "
-            "where some did not; without a bar, none did."
+            "where some did not; 0/3 stands without a bar, and nothing where there is no such score."
         ),
         missing=None
         if known
@@ -166,4 +166,6 @@ def target_plot(groups: Sequence[Group], metric: str | None, targets: Mapping[st
 
 
 def _needed(groups: Sequence[Group], key: str, target: float, name: str) -> dict[str, MeanStd]:
-    return {group.name: mean_std(getattr(reached(run, key, target), name) for run in group.runs) for group in groups}
+    """Return what groups needed; those whose methods have no such score, as without a global model, are left out."""
+    scored = [group for group in groups if any(np.isfinite(column(run, key)).any() for run in group.runs)]
+    return {group.name: mean_std(getattr(reached(run, key, target), name) for run in group.runs) for group in scored}

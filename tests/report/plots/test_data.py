@@ -9,6 +9,7 @@ import pytest
 from helpers.run_folders import FAILED_ROUND, read_table, write_run, write_table
 from lightning_sparsefl.report import Report, load_runs
 from lightning_sparsefl.report.measures.direction import worst_tenth
+from lightning_sparsefl.report.plots.drawing import draw
 
 
 def plot(report, name):
@@ -203,6 +204,20 @@ def test_within_the_first_round_the_figures_of_rounds_are_missing(tmp_path):
     assert plot(report, "participation").missing
     assert plot(report, "density").missing
     assert report.write(tmp_path / "report").is_file()
+
+
+def test_a_group_without_a_global_model_has_no_bar_of_it(tmp_path):
+    write_run(tmp_path / "FedAvg" / "version_0", "FedAvg")
+    write_run(tmp_path / "Local" / "version_0", "Local", common=False)
+    report = Report(load_runs([tmp_path]))
+    bars = plot(report, "target")
+    groups = {name.partition(" ")[0]: sorted(values) for name, values in bars.series["bytes"].items()}
+    assert groups == {"global": ["FedAvg"], "personal": ["FedAvg", "Local"]}
+    assert len(bars.rows()) == 2 * 3
+    assert report.write(tmp_path / "report").is_file()
+    figure = draw(bars, {"FedAvg": 0, "Local": 1})
+    assert [len(axes.patches) for axes in figure.axes] == [4, 4]  # one of them without a length
+    assert not any(axes.texts for axes in figure.axes)
 
 
 def test_a_target_that_no_run_reaches_is_missing(folders):
