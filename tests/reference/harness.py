@@ -258,11 +258,12 @@ def close(ours, twin):
         assert np.abs(value - twin[name]).max() < TOLERANCE, name
 
 
-def agree(done, twin):
-    """The server's weights, everybody's personal weights, and the scores they got."""
+def agree(done, twin, common=True):
+    """The server's weights, everybody's personal weights, and the scores they got; `common`: a global model has one."""
     close(done.weights, twin.weights)
-    close(done.scored_with["global"], twin.weights)
-    assert set(done.scored_with) == {"global", *CLIENTS}
+    if common:
+        close(done.scored_with["global"], twin.weights)
+    assert set(done.scored_with) == {*CLIENTS, *(["global"] if common else [])}
     losses = []
     for k in CLIENTS:
         close(done.scored_with[k], twin.personal(k))
@@ -285,11 +286,11 @@ def check_cohorts(rounds):
     assert len({tuple(done.cohort) for done in rounds}) > 1
 
 
-def compare(record, twin, batch_size):
+def compare(record, twin, batch_size, common=True):
     """Every round of a run against its twin, which trains on the batches that the run drew."""
     for done in record:
         twin.round(full_batches(done.cohort)[0] if batch_size == 64 else seen_batches(done)[0])
-        agree(done, twin)
+        agree(done, twin, common)
 
 
 def pool_of(initial, mask_pool):
