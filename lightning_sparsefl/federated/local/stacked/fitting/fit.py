@@ -143,6 +143,8 @@ class StackedFit:
         sees_batches = BATCH_HOOKS & TRAINING_HOOKS & trainer.hooks.overridden
         if acts and "on_train_batch_start" in sees_batches:
             raise NotStackable("is preceded by `on_train_batch_start`, which follows what a callback does to a batch")
+        if acts and "optimizer_step" in trainer.hooks.overridden:  # whose start would precede what the callback does
+            raise NotStackable(f"{OWN_STEP}, beside a callback that acts in the pass of a batch")
         own_rates = any(callback.changes_rates for callback, _ in self._callbacks)
         if own_rates and (GRADIENT_HOOKS | {"optimizer_step"}) & trainer.hooks.overridden:
             raise NotStackable("is followed by a hook that sees learning rates, of which each client has its own")

@@ -8,7 +8,19 @@ import itertools
 import pytest
 import torch
 
-from lightning_sparsefl import SCAFFOLD, FedDIP, FedDyn, FedLPS, FedNova, FedProx, FedSpa, HeteroFL, PFedMe
+from lightning_sparsefl import (
+    APFL,
+    SCAFFOLD,
+    FedDIP,
+    FedDyn,
+    FedLPS,
+    FedNova,
+    FedProx,
+    FedSpa,
+    FjORD,
+    HeteroFL,
+    PFedMe,
+)
 from lightning_sparsefl.federated.local.round_lr import ExponentialRoundLR
 from tests.federated.local.stacked import test_odd_modules as odd
 from tests.federated.local.stacked.test_odd_modules import Plain, check, check_alone, check_found, said_alone
@@ -214,11 +226,20 @@ def test_methods_with_a_warm_up(algorithm, tmp_path, monkeypatch):
     assert not said_alone(said)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", [FedLPS(), PFedMe(lam=5.0)])
-def test_methods_that_may_train_alone(algorithm, tmp_path, monkeypatch):
+@pytest.mark.slow_after_first
+@pytest.mark.parametrize("algorithm", [APFL(), PFedMe(lam=1.0), FjORD()])
+def test_callbacks_that_act_before_the_hook(algorithm, tmp_path, monkeypatch):
     monkeypatch.setattr(odd, "SIZES", [20] * 4)
-    check(Decays, tmp_path, algorithm=algorithm)
+    stacks, said = check(SetsAttributes, tmp_path, algorithm=algorithm)
+    assert stacks == []
+    (alone,) = said_alone(said)
+    assert "is followed by `optimizer_step`, beside a callback that acts in the pass of a batch" in alone
+
+
+@pytest.mark.slow
+def test_narrow_models_with_a_hook(tmp_path, monkeypatch):
+    monkeypatch.setattr(odd, "SIZES", [20] * 4)
+    check(Decays, tmp_path, algorithm=FedLPS())
 
 
 @pytest.mark.slow_after_first
