@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -163,9 +164,9 @@ class ModuleState:
     attributes of the user's modules with the contents of lists, dicts, sets and deques and the numbers of tensors and
     arrays, public attributes of other modules, those of metrics that are not states, buffers that were registered or
     filled, and the number of modules in a ``ModuleList`` or ``ModuleDict``. Modules in lists, dicts and tuples, which
-    torch does not register, are covered with their parameters and buffers. Changes inside other objects are not undone;
-    a container of ten thousand items whose length has changed, and a tensor of 2^24 numbers that was written, are
-    reported once.
+    torch does not register, are covered with their parameters, buffers and submodules. Changes inside other objects are
+    not undone; a container of ten thousand items whose length has changed, and a tensor of 2^24 numbers that was
+    written, are reported once.
 
     Args:
         module: Module, which must otherwise have the same submodules at :meth:`restore`.
@@ -228,8 +229,10 @@ class ModuleState:
         for value in values:
             if not isinstance(value, nn.Module) or id(value) in self._seen:
                 continue
-            if not any(map(is_lazy, value.parameters())):
-                self._seen |= {id(child) for child in value.modules()}
+            if not any(map(is_lazy, chain(value.parameters(), value.buffers()))):
+                own = [child for child in value.modules() if id(child) not in self._seen]
+                self._members += [(table, table.copy()) for child in own for table in _tables_of(child)]
+                self._seen |= set(map(id, own))
                 self._contents.add_module(value, name)
                 self._visit(name, value)
 
@@ -278,6 +281,12 @@ class ModuleState:
         for name, key, value, size in self._sizes:
             if len(value) != size:
                 _tell_kept(f"{name}.{key}")
+
+
+def _tables_of(module: nn.Module) -> list[dict[str, Any]]:
+    """Return the dicts of a module's parameters, buffers and submodules, which one of TorchScript does not have."""
+    is_of_script = isinstance(module, torch.jit.ScriptModule)
+    return [] if is_of_script else [module._parameters, module._buffers, module._modules]
 
 
 def _tell_kept(name: str) -> None:

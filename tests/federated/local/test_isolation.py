@@ -424,14 +424,35 @@ def test_the_weights_of_a_module_in_a_list_come_back_unless_it_is_large(
     assert sum("has changed `Net.others` in place" in text for text in said) == 1
 
 
-def test_a_layer_in_a_list_that_its_first_call_makes_another_stays_so() -> None:
-    module, inputs = Net(), torch.ones(1, 3)
-    module.others, module.own = [nn.LazyLinear(2)], [module]
+def test_the_parameters_and_layers_of_a_module_in_a_list_are_those_that_it_had() -> None:
+    module, inputs = Net(), torch.ones(3, 2)
+    own = module.net[1]
+    first = nn.Linear(2, own.in_features)
+    held = nn.Sequential(first, nn.BatchNorm1d(own.in_features), own)
+    module.others, before = [held], held.eval()(inputs)
     state = ModuleState(module)
-    first = module.others[0](inputs)
+    held[0].weight = nn.Parameter(torch.zeros_like(first.weight))
+    held[0].register_buffer("mask", torch.zeros(2))
+    held[0].add_module("scale", nn.Linear(2, 2))
+    held[1].running_mean = torch.ones(own.in_features)
+    held[0], held[2] = nn.Linear(2, 2), nn.Identity()
+    held.append(nn.Linear(2, 2))
     state.restore()
-    assert type(module.others[0]) is nn.Linear
-    assert torch.equal(module.others[0](inputs), first)
+    assert list(held) == [first, held[1], own]
+    assert not first._buffers
+    assert not first._modules
+    assert torch.equal(held(inputs), before)
+
+
+@pytest.mark.parametrize("lazy", [nn.LazyLinear(2), nn.LazyBatchNorm1d(affine=False)])
+def test_a_layer_in_a_list_that_its_first_call_makes_another_stays_so(lazy: nn.Module) -> None:
+    module, inputs = Net(), torch.rand(2, 3)
+    module.others, module.own = [lazy], [module]
+    state = ModuleState(module)
+    first = lazy(inputs)
+    state.restore()
+    assert type(lazy) in (nn.Linear, nn.BatchNorm1d)
+    assert torch.equal(lazy(inputs), first)
 
 
 def test_a_batch_norm_over_ranks_in_a_list_is_refused() -> None:
