@@ -197,8 +197,9 @@ def is_the_same_in_stacks(algorithm: FederatedAlgorithm, federation: SmallFedera
     """Check that clients that train as a stack end where they end one after another, up to rounding in float64.
 
     In a stack, `train` of one client waits in `client.fit` until those of the others have come there: what it needs
-    after the fit belongs into a variable of its own, and not into one that all clients share. Dropout is left out,
-    since a stack draws other random numbers.
+    after the fit belongs into a variable of its own, and not into one that all clients share. Random numbers that it
+    draws come from ``client.rng``, since the generators of torch, NumPy and Python are shared as well. Dropout is left
+    out, since a stack draws other random numbers.
     """
     one, other = (_in_double(algorithm, federation, engine) for engine in ("fast", "stacked"))
     require_equal(one, other, "", "between clients one after another and stacks of them")
