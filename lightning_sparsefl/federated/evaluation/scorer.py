@@ -94,10 +94,21 @@ class Scorer:
                 f"`trainer.{limit}` is 0, so that this run has no scores; expected a number above 0 to have them."
             )
             return
+        if not self._has_data([*scores.personal, *scores.unseen]):
+            rank_zero_warn(
+                f"No client has {self.split} data, and {type(self.algorithm).__name__} has no global model, so that "
+                "this run has no scores; expected samples of some client to have them (option `data`)."
+            )
+            return
         step = f"{type(self.worker.module).__name__}.{SCORING_STEPS[self.split]}"
         rank_zero_warn(
             f"`{step}` logs nothing, so that this run has no scores; expected calls of `self.log` (option `model`)."
         )
+
+    def _has_data(self, clients: Sequence[int]) -> bool:
+        """Return whether a model has been scored on a sample."""
+        loader_of = getattr(self.worker.data, f"client_{self.split}_dataloader")
+        return self.algorithm.has_global_model or any(True for client in clients for _ in loader_of(client))
 
     def select(self, state: RunState, scores: Scores) -> dict[str, float]:
         """Select a round if it is the best so far.

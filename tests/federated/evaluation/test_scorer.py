@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch.utils.data import DataLoader, TensorDataset
 
 from helpers.device import on_several_ranks
 from lightning_sparsefl import (
@@ -23,7 +24,7 @@ from lightning_sparsefl import (
     Local,
     SpaFL,
 )
-from lightning_sparsefl.data import FederatedBlobs
+from lightning_sparsefl.data import FederatedBlobs, FederatedDataset
 from lightning_sparsefl.errors import EvaluationFailed, InvalidOption
 from lightning_sparsefl.federated.client import Client
 from lightning_sparsefl.federated.evaluation.scorer import Scorer
@@ -337,6 +338,25 @@ def test_a_limit_of_no_batches_is_named_instead_of_the_step(split, fit, recwarn)
     said = [str(each.message) for each in recwarn if "has no scores" in str(each.message)]
     option = f"trainer.limit_{split}_batches"
     assert said == [f"`{option}` is 0, so that this run has no scores; expected a number above 0 to have them."]
+
+
+class WithoutTests(FederatedDataset):
+    def client_test_dataloader(self, client):
+        return DataLoader([], batch_size=1)
+
+
+@pytest.mark.filterwarnings("default")
+def test_clients_without_data_of_a_method_without_a_global_model_are_named_instead_of_the_step(tmp_path, recwarn):
+    blobs = TensorDataset(torch.randn(40, 1, 1, 8), torch.arange(40) % 4)
+    data = WithoutTests(blobs, blobs, num_clients=4, eval_split="test")
+    options = {"max_rounds": 1, "default_root_dir": str(tmp_path), "logger": False, "accelerator": "cpu"}
+    options["federation"] = Federation(clients_per_round=2)
+    FederatedTrainer(algorithm=Local(), **options).fit(MLP(num_classes=4, sample_shape=(1, 1, 8)), data)
+    said = [str(each.message) for each in recwarn if "has no scores" in str(each.message)]
+    assert said == [
+        "No client has test data, and Local has no global model, so that this run has no scores; expected samples of "
+        "some client to have them (option `data`)."
+    ]
 
 
 class Logging(MLP):

@@ -207,6 +207,8 @@ class AttributeStates:
         for number, (value, stand_in) in enumerate(zip(values, hidden, strict=True)):
             if value is stand_in:
                 continue
+            if isinstance(value, _Hidden):  # that of another attribute
+                raise NotStackable(vars(value)["clause"])
             if value is not _MISSING and type(value) not in PLAIN:
                 what = f"`{self.slots[number].name}` to a `{type(value).__name__}`"
                 raise NotStackable(f"{reads.removesuffix('reads')}sets {what}, of which each client needs its own")

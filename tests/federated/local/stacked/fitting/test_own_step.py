@@ -380,6 +380,19 @@ class SetsATensor(Plain):
         optimizer.step(closure=optimizer_closure)
 
 
+class SetsAnAttributeToAnother(Counts):
+    def __init__(self):
+        super().__init__()
+        self.last = 0
+
+    def on_after_backward(self):
+        self.count = 1 if self.net[0].weight.grad.norm() > 0.5 else 2
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer.step(closure=optimizer_closure)
+        self.last = self.count
+
+
 FACTOR = contextvars.ContextVar("FACTOR", default=1.0)
 
 
@@ -413,6 +426,7 @@ class Freezes(Plain):
         (CountsInDefaults, "is followed by `optimizer_step`, which changes attributes of the optimizer"),
         (TensorRate, "is followed by `optimizer_step`, which changes attributes of the optimizer"),
         (SetsATensor, "is followed by `optimizer_step`, which sets `self.scale` to a `Tensor`, of which each client"),
+        (SetsAnAttributeToAnother, "is followed by `optimizer_step`, which reads `self.count`, of which each client"),
         (SetsAContextVariable, "is followed by `optimizer_step`, which sets a context variable"),
         (LogsBefore, "is followed by `optimizer_step`, which logs before its step"),
         (AsksForATensor, "is followed by `optimizer_step`, which reads the loss that the step returns"),
