@@ -244,6 +244,8 @@ class Drawn(L.LightningModule):
             self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=CLASSES)
         if "buffer" in draws.state:
             self.register_buffer("level", torch.zeros(()))
+        if "on_before_zero_grad" in draws.hooks:
+            self.register_buffer("slow", torch.zeros(()))
         if draws.groups == "frozen":
             next(layer for layer in self.net if isinstance(layer, nn.Linear | nn.Conv2d)).requires_grad_(False)
 
@@ -378,6 +380,18 @@ def _warm(module: Any, batch: Any, batch_idx: int) -> None:
         group["lr"] *= 0.98
 
 
+def _follow(module: Any, optimizer: Any) -> None:
+    """Move a mean after the weights, and log it."""
+    weight = next(module.parameters()).detach()
+    module.slow.mul_(0.9).add_(0.1 * weight.square().mean())
+    module.log("slow", module.slow, on_step=True, on_epoch=True)
+
+
+def _clear(module: Any, epoch: int, batch_idx: int, optimizer: Any) -> None:
+    module.calls += 1
+    optimizer.zero_grad(set_to_none=True)
+
+
 def _log_epoch(module: Any) -> None:
     module.log("calls", float(module.calls))
 
@@ -401,6 +415,8 @@ def _step(self: Any, epoch: int, batch_idx: int, optimizer: Any, optimizer_closu
 HOOKS: dict[str, Callable[..., Any]] = {
     "on_after_backward": _double_gradient,
     "on_before_optimizer_step": _limit,
+    "on_before_zero_grad": _follow,
+    "optimizer_zero_grad": _clear,
     "on_train_start": _begin,
     "on_train_batch_start": _warm,
     "on_train_epoch_end": _log_epoch,

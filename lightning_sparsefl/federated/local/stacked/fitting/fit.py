@@ -29,6 +29,7 @@ from lightning_sparsefl.federated.local.stacked.fitting.accumulated import Accum
 from lightning_sparsefl.federated.local.stacked.fitting.asked_loop import AskedLoop
 from lightning_sparsefl.federated.local.stacked.fitting.hooks import (
     BATCH_HOOKS,
+    BEFORE_BACKWARD,
     GRADIENT_HOOKS,
     TRAINING_HOOKS,
     ClientView,
@@ -148,7 +149,8 @@ class StackedFit:
         own_rates = any(callback.changes_rates for callback, _ in self._callbacks)
         if own_rates and (GRADIENT_HOOKS | {"optimizer_step"}) & trainer.hooks.overridden:
             raise NotStackable("is followed by a hook that sees learning rates, of which each client has its own")
-        self._recorder = None if acts or findings.attributes or sees_batches else recorder
+        sees_steps = sees_batches or trainer.hooks.overridden.intersection(BEFORE_BACKWARD)
+        self._recorder = None if acts or findings.attributes or sees_steps else recorder
         self._parts: dict[tuple[int, int], _Part] = {}
         """Clients that have stepped together, by the first place and the place after the last one."""
         self._hooked = False
@@ -202,7 +204,7 @@ class StackedFit:
                 raise NotStackable("gets batches of other shapes from other clients")
             one = self._pass_of(self._caller(), self._part(low, high), low, high, batch, 0)
             self._batch_hook("on_train_batch_start", one)
-            self._backward(one)
+            self._backward(one, steps=False)
             self.log.collect()
             self._gradient_hook("on_after_backward", one)
             self._require_no_gradients()
@@ -413,12 +415,12 @@ class StackedFit:
         part = self._part(one.metrics.low, one.metrics.high)
         return self._call(name, part, (*outputs, one.batch), one.number)
 
-    def _call(self, name: str, part: _Part, *args: Any) -> Any:
+    def _call(self, name: str, part: _Part, *args: Any, **options: Any) -> Any:
         """Call a hook of the module for several clients; the arguments are those of :func:`.call_hook`."""
         low, high = part.metrics.low, part.metrics.high
         self.loop.set_steps(self.optimizer.taken[low:high])
         with self._acting(low, high):
-            output = call_hook(name, self.trainer.hooks, part.module, part.metrics, self.log, *args)
+            output = call_hook(name, self.trainer.hooks, part.module, part.metrics, self.log, *args, **options)
         self._begun_with.require_same()
         self._hooked = True
         return output
@@ -728,13 +730,34 @@ class StackedFit:
         if not is_same_structure(structure_of(self.module), before):
             raise NotStackable("changes layers of the module, their modes or their hooks, which all clients share")
 
-    def _backward(self, one: BatchPass) -> None:
-        """Call the training step, and give the leaves their gradients."""
+    def _backward(self, one: BatchPass, steps: bool = True) -> None:
+        """Call the training step, and give the leaves their gradients, from which an optimizer step may follow."""
         loss = self._losses(one).sum()
+        if steps and one.number % one.parts == 0:
+            self._clear_gradients(one)
         with self.whole.attributes.states.hidden(_BACKWARD_READS) as written:
             run_backward(loss)
         if written:  # by what the gradients of all clients may tell
             raise NotStackable("has a backward pass that sets attributes, of which each client needs its own")
+
+    def _clear_gradients(self, one: BatchPass) -> None:
+        """Call hooks of the module about gradients that are cleared, of which a stack keeps none after a batch."""
+        before, zero = BEFORE_BACKWARD
+        part, overridden = self._part(one.metrics.low, one.metrics.high), self.trainer.hooks.overridden
+        optimizer, samples, cleared = self.optimizer.optimizer, partial(samples_of, one.batch), list[bool]()
+        if before in overridden:
+            self.log.collect()  # values of the step, before those of the hook
+            self._call(before, part, (optimizer,), samples=samples)
+        if zero in overridden:
+            self.log.collect()
+            given = (self.trainer.current_epoch, one.number, optimizer)
+            vars(optimizer)["zero_grad"] = lambda set_to_none=True: cleared.append(set_to_none)
+            try:
+                self._call(zero, part, given, samples=samples)
+            finally:
+                del vars(optimizer)["zero_grad"]
+            if cleared != [True]:
+                raise NotStackable(f"is followed by `{zero}`, which does something else than to set gradients to None")
 
     def _losses(self, one: BatchPass) -> Tensor:
         """Return the losses of a batch of each client."""

@@ -22,7 +22,9 @@ from lightning_sparsefl.federated.local.stacked.states.leaves import StackedModu
 from lightning_sparsefl.federated.local.stacked.states.undo import ModuleStates
 
 _TIMES = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
-TRAINING_HOOKS = frozenset(("on_fit_start", *(f"on_train_{time}" for time in _TIMES)))
+BEFORE_BACKWARD = ("on_before_zero_grad", "optimizer_zero_grad")
+"""Hooks between a training step and its backward pass."""
+TRAINING_HOOKS = frozenset(("on_fit_start", *BEFORE_BACKWARD, *(f"on_train_{time}" for time in _TIMES)))
 """Hooks of a fit that are called for several clients at once."""
 EVALUATION_HOOKS = frozenset(f"on_{stage}_{time}" for stage in ("validation", "test") for time in _TIMES)
 """Hooks of an evaluation that are called for several clients at once."""
@@ -57,6 +59,7 @@ def call_hook(
     log: StackedLog,
     given: tuple[Any, ...] = (),
     number: int | None = None,
+    samples: Callable[[], int] | None = None,
 ) -> Any:
     """Call a hook of the module for several clients at once, and return what it returns.
 
@@ -68,6 +71,8 @@ def call_hook(
         log: Receiver of what the hook logs.
         given: Arguments of a hook of a batch that have the clients in dimension 0 of their tensors, the batch last.
         number: Number of the batch; None for a hook of another kind.
+        samples: Function that returns the number of samples of each client's batch, for a hook that belongs to one
+            without seeing it.
 
     Raises:
         NotStackable: If the hook fails for several clients at once.
@@ -82,7 +87,8 @@ def call_hook(
             raise NotStackable("adds or replaces an entry of the batch or of the outputs instead of writing into it")
         return output
 
-    samples = None if number is None else partial(samples_of, given[-1])
+    if number is not None:
+        samples = partial(samples_of, given[-1])
     with failing_as(f"is followed by `{name}`"), log.of_hook(name, metrics.low, metrics.high, samples):
         return part.call(run, given)
 
