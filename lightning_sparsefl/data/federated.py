@@ -316,12 +316,15 @@ class FederatedDataModule(L.LightningDataModule):
         if fraction == 0:
             return 0
         if size < 2:
+            own_test = option == "val_fraction" and getattr(self, "test_fraction", 0) > 0
+            beside, least = (" beside those of `data.test_fraction`", "more than 2") if own_test else ("", "2")
             has_least = hasattr(self.partition, "min_examples")
-            ways = "set `data.partition.min_examples` to 2" if has_least else "change `data.partition`"
-            instead = "set it to 0" if option == "val_fraction" else "set it to 0 and give `data.test`"
+            ways = f"set `data.partition.min_examples` to {least}" if has_least else "change `data.partition`"
+            others = "" if isinstance(self.partition, ByGroup) else ", lower `data.num_clients`"
+            instead = f"set `data.{option}` to 0" + ("" if option == "val_fraction" else " and give `data.test`")
             raise InvalidOption(
-                f"`data.{option}` is {fraction}, which needs at least 2 examples per client, but client {client} has "
-                f"{size}; {ways}, lower `data.num_clients`, or {instead}."
+                f"`data.{option}` is {fraction}, which needs at least 2 examples per client{beside}, but client "
+                f"{client} has {size}; {ways}{others}, or {instead}."
             )
         return min(max(round(fraction * size), 1), size - 1)
 

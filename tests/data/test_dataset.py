@@ -492,5 +492,15 @@ def test_refuses_what_shows_in_the_split():
     with pytest.raises(InvalidOption, match=r"`data.num_clients` is 4; expected a number from 1 to 3, the number of"):
         data.setup()
     data = FederatedDataset(Records(range(100)), num_clients=100, test_fraction=0.1)
-    with pytest.raises(InvalidOption, match=r"`data.test_fraction` is 0.1, which needs at least 2 examples per client"):
+    words = r"`data.test_fraction` is 0.1, which needs at least 2 examples per client, but client 0 has 1; change"
+    with pytest.raises(InvalidOption, match=words):
         data.setup()
+    groups, both = [0] * 10 + [1] * 2, {"val_fraction": 0.2, "test_fraction": 0.2}
+    data = FederatedDataset(Records(range(12)), partition=ByGroup(groups, min_examples=2), **both)
+    words = (
+        "per client beside those of `data.test_fraction`, but client 1 has 1; set `data.partition.min_examples` to "
+        "more than 2, or set `data.val_fraction` to 0."
+    )
+    with pytest.raises(InvalidOption, match=words):
+        data.setup()
+    FederatedDataset(Records(range(12)), partition=ByGroup(groups, min_examples=3), **both).setup()

@@ -17,8 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 from lightning_sparsefl import (
     CS,
     FIARSE,
+    SNIP,
+    DisPFL,
     FedAvg,
     FedDIP,
+    FedDST,
     FederatedAlgorithm,
     FederatedTrainer,
     Federation,
@@ -30,7 +33,7 @@ from lightning_sparsefl import (
     SparsyFed,
     SplitMix,
 )
-from lightning_sparsefl.data import FederatedBlobs
+from lightning_sparsefl.data import FederatedBlobs, FederatedDataset
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.sampling.draws import split_unseen
 from lightning_sparsefl.models import MLP
@@ -498,6 +501,31 @@ def test_a_client_without_its_set_to_score_is_told_before_anything_is_trained(tr
         trainer().fit(lazy, blobs())
 
 
+class Tokens(Net):
+    """Looks up tokens, with dense or sparse gradients of the table."""
+
+    def __init__(self, sparse):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Embedding(20, 4, sparse=sparse), nn.Flatten(), nn.Linear(8, 4))
+
+    test_step = Net.validation_step
+
+
+@pytest.mark.parametrize("algorithm", [FedSpa(), FedDST(search_every=1), SNIP(), DisPFL()])
+def test_gradients_of_sparse_embeddings_count_as_dense_ones(algorithm, trainer):
+    tokens = torch.randint(0, 20, (200, 2), generator=torch.Generator().manual_seed(0))
+    finals = []
+    for sparse in (False, True):
+        data = FederatedDataset(TensorDataset(tokens, tokens[:, 0] % 4), num_clients=4, test_fraction=0.2, seed=0)
+        run = trainer(algorithm, precision="64-true")
+        run.fit(Tokens(sparse), data)
+        path = run.run_folder / "checkpoints" / "last.ckpt"
+        finals.append(torch.load(path, weights_only=True)["state_dict"])
+    for name, weight in finals[0].items():
+        torch.testing.assert_close(finals[1][name], weight, rtol=0, atol=1e-12)
+
+
 class OneSmall(FederatedBlobs):
     """Blobs of which the last client has few, drawn again and again if it is asked for."""
 
@@ -523,7 +551,11 @@ def few(**options):
 @pytest.mark.parametrize(
     ("options", "data", "words"),
     [
-        ({}, {"drop_last": True}, r"Client 4 has 12 examples, fewer than one full batch; lower `data.batch_size`"),
+        (
+            {},
+            {"drop_last": True},
+            r"Client 4 has 12 examples, fewer than one full batch; lower `data.batch.*min_exam",
+        ),
         ({"limit_train_batches": 0.5}, {}, "is 0.5, less than one of a client's 1 batch"),
         ({"limit_train_batches": 0.01}, {}, "is 0.01, less than one of a client's 1 batch; .* of at least 1.0"),
         (

@@ -327,7 +327,7 @@ def test_a_batch_of_one_sample_in_an_evaluation_names_the_options(trainer):
     net = MLP(num_classes=4, sample_shape=(1, 1, 8))
     net.net = nn.Sequential(nn.Flatten(), nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4))
     run = trainer(algorithm=HeteroFL(), federation=Federation(clients_per_round=3, capacities=[0.5, 1.0]))
-    with pytest.raises(InvalidOption, match=r"a batch of one sample of the test set; .* `data\.eval_batch_size`"):
+    with pytest.raises(InvalidOption, match=r"a batch of one sample of the test set; .* `data\.eval_bat.*min_exam"):
         run.fit(net, blobs(eval_split="test", num_test=257))
 
 

@@ -126,7 +126,8 @@ def _reason(error: Exception) -> str:
     if is_out_of_memory(error):
         return f"it ran out of memory ({said.splitlines()[0].rstrip('. :')}); lower `data.batch_size`"
     if _is_one_sample(error):
-        remedy = "set `data.drop_last: true` or another batch size, or give a client of one sample more of them"
+        least = "give a client of few samples more of them (`data.partition.min_examples`)"
+        remedy = f"set `data.drop_last: true` or another batch size, or {least}"
         return f"a batch norm got a batch of one sample ({said}); {remedy}"
     if isinstance(error, RuntimeError) and _SAYS_SHAPES.search(said):
         return f"{said.rstrip('.')}; check that `model` fits the samples of `data`"
@@ -258,7 +259,8 @@ def naming_single_samples(split: str) -> Iterator[None]:
             raise
         raise InvalidOption(
             f"A batch norm that computes the statistics of each batch received a batch of one sample of the {split} "
-            "set; expected at least two in each batch: change `data.eval_batch_size`, or the norms of `model`."
+            "set; expected at least two in each batch: change `data.eval_batch_size`, give a client of one sample "
+            "more of them (`data.partition.min_examples`, the fraction held out), or change the norms of `model`."
         ) from error
 
 

@@ -321,10 +321,7 @@ class ClientWorker:
         with modes_restored(self.module), naming_evaluation_mode():
             self.module.eval()
             self.engine.gradient(self.module, batch, datamodule=self.data if datamodule is None else datamodule)
-        gradients = {
-            name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
-            for name, p in self.module.named_parameters()
-        }
+        gradients = {name: _gradient_of(parameter) for name, parameter in self.module.named_parameters()}
         self.module.zero_grad(set_to_none=True)
         return gradients
 
@@ -426,10 +423,18 @@ def require_batches(loader: Any, client: int, num_examples: int) -> int | None:
     batches = sized_len(loader)
     if batches == 0:
         raise InvalidOption(
-            f"Client {client} has {num_examples} examples, fewer than one full batch; "
-            "lower `data.batch_size`, or set `data.drop_last: false`."
+            f"Client {client} has {num_examples} examples, fewer than one full batch; lower `data.batch_size`, set "
+            "`data.drop_last: false`, or give it more of them (`data.partition.min_examples`)."
         )
     return batches
+
+
+def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return a copy of a parameter's gradient, dense also for that of an Embedding with `sparse=True`."""
+    grad = parameter.grad
+    if grad is None:
+        return torch.zeros_like(parameter)
+    return grad.detach().to_dense() if grad.is_sparse else grad.detach().clone()
 
 
 def _differs(now: torch.Tensor, first: torch.Tensor) -> bool:

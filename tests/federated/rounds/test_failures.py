@@ -246,7 +246,7 @@ def test_a_last_batch_of_one_sample_names_the_option_that_leaves_it_out(trainer)
         "batch_size": 16,
         "eval_split": "test",
     }
-    failed = pytest.raises(ClientFailed, match=r"one sample .* set `data.drop_last: true`")
+    failed = pytest.raises(ClientFailed, match=r"one sample .* set `data.drop_last: true`.*min_examples")
     with pytest.warns(UserWarning, match="3 clients train one after another"), failed as found:
         trainer(FedAvg()).fit(Normalised(), FederatedBlobs(**options))
     assert found.value.__cause__ is None  # whose traceback the command line would print
