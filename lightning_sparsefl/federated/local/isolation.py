@@ -183,6 +183,8 @@ class ModuleState:
         self._sizes: list[tuple[str, str, Sized, int]] = []
         self._buffers: list[tuple[nn.Module, dict[str, Any]]] = []
         self._members: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._held: list[tuple[nn.Module, type, int | None]] = []
+        """Modules in containers, their classes, which parametrizations change, and lengths of parameter lists."""
         self._metrics: list[MetricAttributes] = []
         self._collections: list[tuple[MetricCollection, dict[int, list[str]]]] = []
         self._visit(type(module).__name__, module)
@@ -231,6 +233,7 @@ class ModuleState:
                 continue
             if not any(map(is_lazy, chain(value.parameters(), value.buffers()))):
                 own = [child for child in value.modules() if id(child) not in self._seen]
+                self._held += [(child, type(child), vars(child).get("_size")) for child in own]
                 self._members += [(table, table.copy()) for child in own for table in _tables_of(child)]
                 self._seen |= set(map(id, own))
                 self._contents.add_module(value, name)
@@ -244,9 +247,7 @@ class ModuleState:
         tell_contents(self._containers.restore())
         for module, buffers in self._buffers:
             _restore_buffers(module, buffers)
-        for now, before in self._members:
-            if not has_content(now, before):
-                fill(now, before)
+        self._restore_members()
         for metric in self._metrics:
             for left in metric.restore():
                 _tell_kept(left)
@@ -267,6 +268,16 @@ class ModuleState:
             if hooks or known:
                 _restore_hooks(hooks, known)
 
+    def _restore_members(self) -> None:
+        for module, kind, size in self._held:
+            if type(module) is not kind:
+                module.__class__ = kind
+            if size is not None:
+                vars(module)["_size"] = size
+        for now, before in self._members:
+            if not has_content(now, before):
+                fill(now, before)
+
     def _restore_numbers(self) -> None:
         restored, left = self._contents.restore()
         for name in restored:
@@ -284,9 +295,10 @@ class ModuleState:
 
 
 def _tables_of(module: nn.Module) -> list[dict[str, Any]]:
-    """Return the dicts of a module's parameters, buffers and submodules, which one of TorchScript does not have."""
+    """Return the dicts of what a module holds, which one of TorchScript does not have."""
     is_of_script = isinstance(module, torch.jit.ScriptModule)
-    return [] if is_of_script else [module._parameters, module._buffers, module._modules]
+    keys = [module._keys] if isinstance(module, nn.ParameterDict) else []
+    return [] if is_of_script else [module._parameters, module._buffers, module._modules, *keys]
 
 
 def _tell_kept(name: str) -> None:

@@ -444,6 +444,23 @@ def test_the_parameters_and_layers_of_a_module_in_a_list_are_those_that_it_had()
     assert torch.equal(held(inputs), before)
 
 
+def test_what_a_module_in_a_list_has_become_is_undone() -> None:
+    module, inputs = Net(), torch.ones(3, 2)
+    layer, entries, named = nn.Linear(2, 2), nn.ParameterList([torch.ones(2)]), nn.ParameterDict({"a": torch.ones(2)})
+    module.others, before = [layer, entries, named], layer(inputs)
+    for _ in range(2):
+        state = ModuleState(module)
+        nn.utils.parametrizations.weight_norm(layer)
+        with torch.no_grad():
+            layer.parametrizations.weight.original0.add_(1)
+        entries.append(torch.zeros(2))
+        named["b"] = torch.zeros(2)
+        state.restore()
+        assert type(layer) is nn.Linear
+        assert torch.equal(layer(inputs), before)
+        assert ([p.sum() for p in entries], list(named)) == ([2], ["a"])
+
+
 @pytest.mark.parametrize("lazy", [nn.LazyLinear(2), nn.LazyBatchNorm1d(affine=False)])
 def test_a_layer_in_a_list_that_its_first_call_makes_another_stays_so(lazy: nn.Module) -> None:
     module, inputs = Net(), torch.rand(2, 3)
