@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,7 @@ from lightning_sparsefl.federated.local.stacked.reading.reader import reader_of
 from lightning_sparsefl.federated.local.stacked.reasons import reason_of
 from lightning_sparsefl.federated.local.stacked.states.findings import Findings
 from lightning_sparsefl.federated.local.stacked.states.undo import attributes_kept
+from lightning_sparsefl.federated.local.stacked.trials.draws import drawing_by_client
 from lightning_sparsefl.federated.local.stacked.trials.step_trial import EXACT, ROUNDED, difference, moved_weights
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.seeds import seed_all
@@ -109,10 +111,11 @@ class StackGradients:
         try:
             with attributes_kept(worker.module), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                alone = [worker.differentiate(model, self._loader()) for model in models]
+                alone = [self._alone(place, model) for place, model in enumerate(models)]
                 requests = [_request(place, ("trial",), model, self._loader()) for place, model in enumerate(models)]
                 worker.load({name: torch.full_like(tensor, torch.nan) for name, tensor in first.items()})  # not for use
-                self._differentiate(requests)
+                with self._drawing(*range(len(models))):
+                    self._differentiate(requests)
         except Exception as error:
             return reason_of(error)
         finally:
@@ -123,6 +126,13 @@ class StackGradients:
         pairs = zip(requests, alone, strict=True)
         clauses = (difference(request.result, own, zeros, tolerance) for request, own in pairs)
         return next((clause for clause in clauses if clause is not None), None)
+
+    def _alone(self, place: int, weights: Weights) -> Weights:
+        with self._drawing(place):
+            return self._worker.differentiate(weights, self._loader())
+
+    def _drawing(self, *places: int) -> AbstractContextManager[None]:
+        return drawing_by_client(self._worker.module, places) if self._findings.draws else nullcontext()
 
     def _loader(self) -> Any:
         seed_all("trial")

@@ -15,7 +15,7 @@ from torchmetrics.classification import BinaryJaccardIndex, MulticlassAccuracy
 from lightning_sparsefl import FedAvg, FederatedTrainer, Federation
 from lightning_sparsefl.errors import ClientFailed
 from tests.federated.local.stacked import test_odd_modules as odd
-from tests.federated.local.stacked.test_odd_modules import Data, Plain, check, said_alone
+from tests.federated.local.stacked.test_odd_modules import Data, Plain, check, fit, said_alone
 
 
 class AsksForAnUpdate(Plain):
@@ -364,7 +364,7 @@ class DrawsForALog(Plain):
         self.log("test_noisy", self.noisy(batch))
 
 
-def test_random_numbers_that_do_not_show_are_found(tmp_path):
-    sizes, said = check(DrawsForALog, tmp_path)
-    assert sizes == []
-    assert any("DrawsForALog.training_step` draws random numbers of torch" in text for text in said)
+def test_random_numbers_that_do_not_show_are_drawn_for_each_client_but_in_an_evaluation(tmp_path):
+    _, _, sizes, said = fit(DrawsForALog(), "stacked", tmp_path)
+    assert sizes
+    assert any("DrawsForALog.test_step` draws random numbers of torch" in text for text in said)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -111,6 +111,15 @@ def _bincount(rules: LayerRules, input: Any, weights: Any = None, minlength: int
         return NotImplemented
     zeros = torch.zeros(len(numbers), minlength, dtype=torch.long, device=numbers.device)
     return rules.close(zeros.scatter_add(1, numbers.long(), torch.ones_like(numbers, dtype=torch.long)))
+
+
+@rule_for(torch.empty)
+def _empty(rules: LayerRules, *size: Any, **options: Any) -> Any:
+    """Give each client memory of its own, which it may fill in place, as distributions do with random numbers."""
+    if not options.keys() <= {"dtype", "device"}:
+        return NotImplemented
+    shape = size[0] if size and isinstance(size[0], Sequence) else size
+    return rules.close(torch.empty((rules.size, *shape), **options))
 
 
 def _extreme(reduce: Callable[..., Tensor]) -> Rule:

@@ -26,12 +26,9 @@ from lightning_sparsefl.federated.local.stacked.scoring.evaluation import (
 )
 from lightning_sparsefl.federated.local.stacked.states.findings import Findings
 from lightning_sparsefl.federated.local.stacked.states.undo import attributes_kept
+from lightning_sparsefl.federated.local.stacked.trials.draws import drawing_nothing
 from lightning_sparsefl.federated.local.stacked.trials.stacking_trial import reason_of_hooks
-from lightning_sparsefl.federated.local.stacked.trials.step_trial import (
-    drawing_nothing,
-    logged_difference,
-    moved_weights,
-)
+from lightning_sparsefl.federated.local.stacked.trials.step_trial import logged_difference, moved_weights
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.types import Weights
 

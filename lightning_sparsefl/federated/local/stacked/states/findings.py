@@ -15,6 +15,7 @@ class Findings:
     Attributes:
         attributes: Path of a submodule and name of its attribute, for each attribute that steps and hooks change.
         hooks: Hooks that cannot see the gradients of all clients at once, and are called for each client.
+        draws: Whether the training step draws random numbers of torch besides those of its layers.
         settled: Whether the trial is over. A hook that is found later is one of that fit alone, so that results do not
             depend on what a process has fitted before.
     """
@@ -22,7 +23,7 @@ class Findings:
     def __init__(self) -> None:
         self.attributes: set[tuple[str, str]] = set()
         self.hooks: set[str] = set()
-        self.settled = False
+        self.draws = self.settled = False
 
     def repeat(self, run: Callable[[], None], undo: Callable[[], None] = lambda: None) -> set[str]:
         """Run a function until it finds nothing else, and return the hooks that it has found.

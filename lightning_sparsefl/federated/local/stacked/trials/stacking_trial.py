@@ -37,6 +37,7 @@ from lightning_sparsefl.federated.local.stacked.reading.reader import name_of_da
 from lightning_sparsefl.federated.local.stacked.reasons import reason_of
 from lightning_sparsefl.federated.local.stacked.states.findings import Findings
 from lightning_sparsefl.federated.local.stacked.states.undo import ModuleStates, attributes_kept, differing_value
+from lightning_sparsefl.federated.local.stacked.trials.draws import DrawsNumbers
 from lightning_sparsefl.federated.local.stacked.trials.step_trial import (
     ALONE,
     EXACT,
@@ -155,7 +156,11 @@ class StackingTrial:
             with attributes_kept(self._module):
                 with warnings_forgotten(), warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
-                    clause = self._clause()
+                    try:
+                        clause = self._clause()
+                    except DrawsNumbers:
+                        self.findings.draws = True
+                        clause = self._clause()
                 self.loops = any(functorch.LOOPS in str(warning.message) for warning in caught)
                 if clause is None:
                     self._try_optimizers()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, cast
@@ -23,6 +23,7 @@ from lightning_sparsefl.federated.local.stacked.reading.reader import ClientRead
 from lightning_sparsefl.federated.local.stacked.states.findings import Findings
 from lightning_sparsefl.federated.local.stacked.states.leaves import layout_of
 from lightning_sparsefl.federated.local.stacked.states.undo import objects_kept
+from lightning_sparsefl.federated.local.stacked.trials.draws import drawing_by_client, drawing_nothing
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.sparse.attributes import attributes_replaced
@@ -109,6 +110,7 @@ class StepTrial:
 
     Args:
         worker: Worker whose engine, module and data are used; its module is left with other weights.
+        findings: Findings about the module's steps and hooks.
 
     Attributes:
         planned: Whether the step asks for the number of batches.
@@ -131,7 +133,7 @@ class StepTrial:
     def alone(self) -> Sequence[Result]:
         """Return the results of each client alone."""
         with gradient_descent(self._module), objects_kept(self._transforms):
-            return [self._alone(*start) for start in zip(self._clients, self._starts, strict=True)]
+            return [self._alone(place) for place in range(len(self._clients))]
 
     def _other_client(self) -> int:
         """Return the client with the most samples of the first hundred; client 0 if its first batch has others."""
@@ -150,10 +152,14 @@ class StepTrial:
         reader.start_epoch()
         return layout_of(reader.read(0))
 
-    def _alone(self, client: int, weights: Weights) -> Result:
-        self._worker.load(weights)
+    def _drawing(self, *places: int) -> AbstractContextManager[None]:
+        return drawing_by_client(self._module, places) if self._findings.draws else nullcontext()
+
+    def _alone(self, place: int) -> Result:
+        client = self._clients[place]
+        self._worker.load(self._starts[place])
         seed_all("trial")
-        with self._counting_activations():
+        with self._counting_activations(), self._drawing(place):
             loader = self._data.client_train_dataloader(client)
             logged = self._engine.fit(self._module, loader, datamodule=self._worker.data_of(client))
         after = {name: tensor.detach().clone() for name, tensor in self._worker.flat.read().items()}
@@ -187,7 +193,7 @@ class StepTrial:
         return requests
 
     def _fit(self, requests: Sequence[StackedRequest]) -> None:
-        with drawing_nothing(*requests[0].key, "stack"):
+        with drawing_nothing(*requests[0].key, "stack"), self._drawing(0, 1):
             self._run(requests)
 
     def _run(self, requests: Sequence[StackedRequest]) -> None:
@@ -222,20 +228,6 @@ class StepTrial:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-@contextmanager
-def drawing_nothing(*key: int | str) -> Iterator[None]:
-    """Raise :class:`NotStackable` if a stack draws random numbers of torch within the context, without dropout.
-
-    Args:
-        key: Key by which the stack seeds the generators.
-    """
-    seed_all(*key)
-    before = torch.get_rng_state()
-    yield
-    if not torch.equal(torch.get_rng_state(), before):
-        raise NotStackable("draws random numbers of torch, which are others than those of a client alone")
 
 
 @contextmanager

@@ -115,7 +115,6 @@ STEPS = {
         lambda net, loss, batch: loss + net.kept[0].square().sum(),
         "computes with parameters that it keeps",
     ),
-    "noise": (lambda net, loss, batch: loss + 0 * torch.randn_like(loss), "draws random numbers of torch"),
     "several losses": (lambda net, loss, batch: loss.expand(2), "training_step"),
 }
 STACKED = {
@@ -130,6 +129,7 @@ STACKED = {
     "one-hot": lambda net, loss, batch: loss + F.mse_loss(net(batch[0]), F.one_hot(batch[1], 4).float()),
     "a mapping": lambda net, loss, batch: {"loss": loss, "size": len(batch[1])},
     "where": lambda net, loss, batch: torch.where(loss > 1, loss, 2 * loss),
+    "noise": lambda net, loss, batch: loss + 0 * torch.randn_like(loss),
 }
 
 
