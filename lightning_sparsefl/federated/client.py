@@ -163,7 +163,8 @@ class Client:
         """
         if not isinstance(callbacks, Sequence) or not all(isinstance(each, Callback) for each in callbacks):
             raise InvalidOption(
-                f"`callbacks` of `client.fit` are {callbacks!r}; expected a list of Lightning callbacks."
+                f"`callbacks` of `client.fit` are {callbacks!r}; expected a list of Lightning callbacks, such as "
+                "what the method's `callbacks` returns."
             )
         return self._worker.fit(self, weights, masks or {}, trainable or {}, callbacks, epochs=epochs, units=units)
 

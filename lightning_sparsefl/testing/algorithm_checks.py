@@ -228,6 +228,16 @@ def _without_dropout(module: LightningModule) -> LightningModule:
 @promise
 def is_the_same_when_encoded(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
     """Check that messages that are encoded give the weights and the sizes of messages that are counted."""
+    require_equal_when_encoded(algorithm, federation)
+
+
+def require_equal_when_encoded(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
+    """Raise :class:`Difference` unless messages that are encoded give the bytes of messages that are counted.
+
+    Args:
+        algorithm: Method to run.
+        federation: Federation to run it in.
+    """
     counted = last_contents(federation(algorithm, folder="count").run_folder)
     with _lengths() as lengths:
         encoded = last_contents(federation(algorithm, folder="encode", federation={"wire": "encode"}).run_folder)
@@ -452,8 +462,8 @@ def profiles_its_costs(algorithm: FederatedAlgorithm, federation: SmallFederatio
 def trains_with_its_masks_and_callbacks(algorithm: FederatedAlgorithm, federation: SmallFederation) -> None:
     """Check that `train` passes the message's masks, and callbacks if there are some, to `client.fit`.
 
-    A client trains with what it is passed alone: without masks it trains dense, and is charged the FLOPs of the masks.
-    A method that overrides `costs` may leave them out.
+    A client trains with what it is passed alone: without masks it trains dense, and is charged the FLOPs of the masks
+    of the message. A method that overrides `costs` may leave them out, and pass others.
     """
     with _fits(type(algorithm)) as trained:
         federation(algorithm, rounds=2)
@@ -462,6 +472,8 @@ def trains_with_its_masks_and_callbacks(algorithm: FederatedAlgorithm, federatio
         for held, _ in fits:
             dense = ", ".join(map(repr, sorted(message.masks.keys() - held)[:3])) if charged_by_masks else ""
             require(not dense, f"`train` fits without the message's mask of {dense}; pass it, or override `costs`")
+            own = ", ".join(map(repr, sorted(held - message.masks.keys())[:3])) if charged_by_masks else ""
+            require(not own, f"`train` fits under a mask of {own} that is not in `Message.masks`; override `costs`")
     declared = sorted({kind.__name__ for _, callbacks, _ in trained for kind in callbacks})
     passes = any(used for *_, fits in trained for _, used in fits)
     require(passes or not declared, f"`train` passes no {', '.join(declared)} of `callbacks` to `client.fit`")

@@ -79,6 +79,7 @@ _REDUCER = (
     reducer_checks.is_a_frozen_value,
     reducer_checks.learns,
     reducer_checks.is_the_same_after_a_resume,
+    reducer_checks.is_the_same_when_encoded,
 )
 _REDUCER_WITH_FORKS = (reducer_checks.is_the_same_on_several_ranks,)
 _PARTITION = (

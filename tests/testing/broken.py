@@ -13,7 +13,9 @@ from lightning.pytorch import Callback
 from lightning_sparsefl.callbacks import ProximalTerm, StepMeter
 from lightning_sparsefl.callbacks.masking import MaskingCallback
 from lightning_sparsefl.data import IID, Partition
-from lightning_sparsefl.federated import CohortSampler, CoordinateReducer, FederatedAlgorithm, Uniform
+from lightning_sparsefl.federated import CohortSampler, CoordinateReducer, FederatedAlgorithm, Reducer, Uniform
+from lightning_sparsefl.federated.aggregation.grid import Grid
+from lightning_sparsefl.federated.aggregation.reducers import Accumulator
 from lightning_sparsefl.types import Update
 
 
@@ -79,6 +81,15 @@ class MutatesItsRecord(FederatedAlgorithm):
 
     def train(self, message, client):
         return replace(super().train(message, client), shared={"rounds": torch.zeros(1)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainsUnderMasksOfItsOwn(FederatedAlgorithm):
+    """Holds masks that the message does not have, so that its FLOPs are charged as dense."""
+
+    def train(self, message, client):
+        masks = {name: weight.abs() > 0.01 for name, weight in message.weights.items() if weight.ndim > 1}
+        return Update(weights=client.fit(message.weights, masks).weights, weight=client.num_examples)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,6 +332,19 @@ class CountsMerges(CoordinateReducer):
     def merge(self, votes):
         object.__setattr__(self, "count", getattr(self, "count", 0) + 1)
         return votes.nanmean(0) / self.count
+
+
+class _OfAll(Accumulator):
+    def add(self, update, message, num_examples):
+        super().add(replace(update, votes={}), message, num_examples)
+
+
+@dataclass(frozen=True)
+class MergesWhatIsNotSent(Reducer):
+    """Averages weights for which clients do not vote as well."""
+
+    def start(self, layout, server, total_weight):
+        return _OfAll(layout, Grid.of(layout, server, total_weight), silence_counts=False)
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ METHODS = {
     broken.KeepsItsHead: "scores_what_clients_trained",
     broken.CountsInAModule: "is_the_same_after_a_resume",
     broken.MutatesItsRecord: "leaves_the_servers_state_unchanged",
+    broken.TrainsUnderMasksOfItsOwn: "trains_with_its_masks_and_callbacks",
     broken.TrainsDense: "trains_with_its_masks_and_callbacks",
     broken.KeepsItsCallbackForAll: "is_the_same_in_stacks",
     broken.LeavesItsCallbacksOut: "trains_with_its_masks_and_callbacks",
@@ -69,6 +70,7 @@ SAMPLERS = {
 REDUCERS = {
     broken.Smallest: "learns",
     broken.CountsMerges: "is_the_same_after_a_resume",
+    broken.MergesWhatIsNotSent: "is_the_same_when_encoded",
     broken.CountsRanks: "is_the_same_on_several_ranks",
 }
 PARTITIONS = {

@@ -188,7 +188,7 @@ def check_state(method: object, hook: str, state: Any, layout: Layout) -> Server
 
     Raises:
         InvalidOption: If it is not a state, lacks weights of the model, has weights that are not finite, or an `extra`
-            of other values than trees.
+            with NaN or of other values than trees.
         IncompatibleMasks: If a name or shape of its weights or masks differs from the model's, a dtype of its weights
             does, or a mask is not bool.
     """
@@ -212,8 +212,19 @@ def check_state(method: object, hook: str, state: Any, layout: Layout) -> Server
                 f"{what} has weights {strange!r} that are not finite; expected finite ones, as after a smaller step of "
                 "the server. The round before is committed."
             )
+    _require_numbers(state.extra, what, "" if hook == "init" else " The round before is committed.")
     masked: ServerState = replace(state, weights=enforce(state.weights, state.masks))
     return masked
+
+
+def _require_numbers(extra: Mapping[str, Weights], what: str, rest: str) -> None:
+    for key, tree in extra.items():
+        for name, tensor in tree.items():
+            if (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().any()):
+                raise InvalidOption(
+                    f"{what} has NaN in `extra[{key!r}][{name!r}]`; expected numbers, also where a sum is divided by "
+                    f"the number of clients that took part, which may be 0.{rest}"
+                )
 
 
 def check_tree(method: object, hook: str, tree: Any, layout: Layout, dtype: torch.dtype | None = None) -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.rank_zero import WarningCache
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 from torchmetrics import Metric, MetricCollection
 
 from lightning_sparsefl.errors import InvalidOption
@@ -183,8 +184,9 @@ class ModuleState:
         self._sizes: list[tuple[str, str, Sized, int]] = []
         self._buffers: list[tuple[nn.Module, dict[str, Any]]] = []
         self._members: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._held: list[tuple[nn.Module, type, int | None]] = []
-        """Modules in containers, their classes, which parametrizations change, and lengths of parameter lists."""
+        self._held: list[tuple[nn.Module, type, dict[str, property], int | None]] = []
+        """Modules in containers, with class and properties, which parametrizations change, and the length of a
+        parameter list."""
         self._metrics: list[MetricAttributes] = []
         self._collections: list[tuple[MetricCollection, dict[int, list[str]]]] = []
         self._visit(type(module).__name__, module)
@@ -233,7 +235,7 @@ class ModuleState:
                 continue
             if not any(map(is_lazy, chain(value.parameters(), value.buffers()))):
                 own = [child for child in value.modules() if id(child) not in self._seen]
-                self._held += [(child, type(child), vars(child).get("_size")) for child in own]
+                self._held += [(child, *_class_of(child), vars(child).get("_size")) for child in own]
                 self._members += [(table, table.copy()) for child in own for table in _tables_of(child)]
                 self._seen |= set(map(id, own))
                 self._contents.add_module(value, name)
@@ -269,9 +271,11 @@ class ModuleState:
                 _restore_hooks(hooks, known)
 
     def _restore_members(self) -> None:
-        for module, kind, size in self._held:
+        for module, kind, properties, size in self._held:
             if type(module) is not kind:
                 module.__class__ = kind
+            for name in properties.keys() - vars(kind).keys():
+                setattr(kind, name, properties[name])
             if size is not None:
                 vars(module)["_size"] = size
         for now, before in self._members:
@@ -292,6 +296,14 @@ class ModuleState:
         for name, key, value, size in self._sizes:
             if len(value) != size:
                 _tell_kept(f"{name}.{key}")
+
+
+def _class_of(module: nn.Module) -> tuple[type, dict[str, property]]:
+    """Return the class of a module, and its properties if it is that of one parametrized module."""
+    kind = type(module)
+    if not is_parametrized(module):
+        return kind, {}
+    return kind, {name: value for name, value in vars(kind).items() if isinstance(value, property)}
 
 
 def _tables_of(module: nn.Module) -> list[dict[str, Any]]:

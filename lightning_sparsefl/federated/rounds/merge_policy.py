@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+
 from lightning_sparsefl.errors import InvalidOption
 from lightning_sparsefl.federated.aggregation.noise import read_key, require_cipher
 from lightning_sparsefl.federated.aggregation.privacy import NoisySum, Privacy
@@ -40,7 +42,7 @@ class MergePolicy:
         stale: StaleMean | None = None,
     ) -> None:
         self.algorithm, self.federation, self.layout, self.clients = algorithm, federation, layout, clients
-        self.stale = stale
+        self.stale, self._has_warned = stale, False
         self._check_reducer()
         if federation.privacy is not None:
             self._check_privacy(federation.privacy)
@@ -85,6 +87,7 @@ class MergePolicy:
             late: Updates of earlier rounds.
         """
         merged = merge.result(reports)
+        self._warn_of_no_weights(merged)
         if self.stale is None or not late:
             return merged
         weights = self.algorithm.weights_to_step(state.server)
@@ -98,6 +101,19 @@ class MergePolicy:
             buffers=self.layout.buffers,
             silence_counts=merge.silence_counts,
         )
+
+    def _warn_of_no_weights(self, merged: Merged) -> None:
+        """Warn once of options that act on the changes of weights, if updates have none."""
+        names = ("reducer", "clip_update", "server_optimizer")
+        chosen = " and ".join(f"`federation.{name}`" for name in names if getattr(self.federation, name) is not None)
+        if not chosen or self._has_warned:
+            return
+        if not any(name not in merged.covered or bool(merged.covered[name].any()) for name in merged.weights):
+            self._has_warned = True
+            rank_zero_warn(
+                f"{chosen} had no effect, since the updates of {type(self.algorithm).__name__} have no weights: trees "
+                "in `extra` are always averaged."
+            )
 
     def metrics(self, rounds: int) -> dict[str, float]:
         """Return epsilon and delta of the finished rounds; an empty mapping without `federation.privacy`."""

@@ -126,6 +126,13 @@ BAD = [
     (
         "aggregate",
         lambda self, server, merged: ServerState(
+            server.round, merged.weights, extra={"v": {"n": torch.ones(1, dtype=torch.int64), "a": torch.zeros(2) / 0}}
+        ),
+        r"`Mine\.aggregate` has NaN in `extra\['v'\]\['a'\]`; expected numbers, also .* 0\. The round before is comm",
+    ),
+    (
+        "aggregate",
+        lambda self, server, merged: ServerState(
             server.round, merged.weights, extra={"v": {"a": torch.eye(2).to_sparse()}}
         ),
         r"has a `Tensor` as `extra\['v'\]\['a'\]`; expected a dense tensor",

@@ -447,9 +447,11 @@ def test_the_parameters_and_layers_of_a_module_in_a_list_are_those_that_it_had()
 def test_what_a_module_in_a_list_has_become_is_undone() -> None:
     module, inputs = Net(), torch.ones(3, 2)
     layer, entries, named = nn.Linear(2, 2), nn.ParameterList([torch.ones(2)]), nn.ParameterDict({"a": torch.ones(2)})
-    module.others, before = [layer, entries, named], layer(inputs)
+    turned = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    module.others, before, turned_before = [layer, entries, named, turned], layer(inputs), turned(inputs)
     for _ in range(2):
         state = ModuleState(module)
+        nn.utils.parametrize.remove_parametrizations(turned, "weight")
         nn.utils.parametrizations.weight_norm(layer)
         with torch.no_grad():
             layer.parametrizations.weight.original0.add_(1)
@@ -458,6 +460,7 @@ def test_what_a_module_in_a_list_has_become_is_undone() -> None:
         state.restore()
         assert type(layer) is nn.Linear
         assert torch.equal(layer(inputs), before)
+        assert torch.equal(turned(inputs), turned_before)
         assert ([p.sum() for p in entries], list(named)) == ([2], ["a"])
 
 

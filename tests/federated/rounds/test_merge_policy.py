@@ -3,6 +3,7 @@
 import math
 import random
 import re
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from lightning_sparsefl import (
     DisPFL,
     FedAvg,
     FedDyn,
+    FederatedAlgorithm,
     FederatedTrainer,
     Federation,
     FedP3,
@@ -20,6 +22,7 @@ from lightning_sparsefl import (
     Local,
     SparsyFed,
 )
+from lightning_sparsefl.data import FederatedBlobs
 from lightning_sparsefl.errors import InvalidOption, InvalidUpdate
 from lightning_sparsefl.federated import REFL, CoordinateReducer, CoverageMedian, Privacy, ServerOptimizer, TrimmedMean
 from lightning_sparsefl.federated.aggregation.clipping import clipped, require_norm
@@ -475,3 +478,39 @@ class StartsNothing(Reducer):
 def test_a_reducer_that_starts_no_sum_is_named(federation):
     with pytest.raises(InvalidOption, match=r"`StartsNothing\.start` returned None; expected an `Accumulator`, so add"):
         federation(FedAvg(), rounds=1, federation={"reducer": StartsNothing()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class InExtraAlone(FederatedAlgorithm):
+    """Sends the model as a tree beside the weights."""
+
+    def train(self, message, client):
+        update = super().train(message, client)
+        return replace(update, weights={}, extra={"model": update.weights})
+
+    def aggregate(self, server, merged):
+        return replace(server, weights={**server.weights, **merged.extra["model"]})
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"reducer": CoverageMedian()}, "`federation.reducer`"),
+        (
+            {"clip_update": 1.0, "server_optimizer": ServerOptimizer()},
+            "`federation.clip_update` and `federation.server_op",
+        ),
+        ({}, None),
+    ],
+)
+def test_options_that_have_nothing_to_act_on_are_named_once(options, named, tmp_path, recwarn):
+    federation = Federation(clients_per_round=3, **options)
+    trainer = FederatedTrainer(
+        algorithm=InExtraAlone(), federation=federation, max_rounds=2, logger=False, default_root_dir=str(tmp_path)
+    )
+    data = FederatedBlobs(num_clients=4, num_classes=4, dim=8, eval_split="test")
+    trainer.fit(MLP(num_classes=4, sample_shape=(1, 1, 8)), data)
+    said = [str(each.message) for each in recwarn if "had no effect" in str(each.message)]
+    assert len(said) == (named is not None)
+    assert named is None or said[0].startswith(named)

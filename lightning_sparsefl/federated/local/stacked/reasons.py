@@ -18,7 +18,7 @@ _CLAUSES = (
         r"autograd.Function with functorch",
         "uses an `autograd.Function` without a batched form (`generate_vmap_rule = True` gives it one)",
     ),
-    (r"modified by an inplace operation", "writes into a tensor that the backward pass of several clients needs"),
+    (r"modified by an inplace operation", "writes into a tensor that the backward pass needs"),
     (r"inplace|in-place|match the broadcast shape", "writes in place into a tensor that all clients share"),
     (r"Batching rule not implemented for ([\w:]+(?:\.\w+)*)", "uses `{}`, which has no batched form"),
     (r"dynamic shape|nonzero|masked_select|data-dependent", "makes tensors whose shape depends on values"),

@@ -745,6 +745,8 @@ class StackedFit:
         before, zero = BEFORE_BACKWARD
         part, overridden = self._part(one.metrics.low, one.metrics.high), self.trainer.hooks.overridden
         optimizer, samples, cleared = self.optimizer.optimizer, partial(samples_of, one.batch), list[bool]()
+        kernels = [leaf for leaf in part.module.leaves.values() if leaf.dim() > 4]
+        written = _versions(kernels)
         if before in overridden:
             self.log.collect()  # values of the step, before those of the hook
             self._call(before, part, (optimizer,), samples=samples)
@@ -758,6 +760,8 @@ class StackedFit:
                 del vars(optimizer)["zero_grad"]
             if cleared != [True]:
                 raise NotStackable(f"is followed by `{zero}`, which does something else than to set gradients to None")
+        if _versions(kernels) != written:  # in whose place the pass may have a copy of another layout
+            raise NotStackable("writes into a kernel of a convolution before the backward pass")
 
     def _losses(self, one: BatchPass) -> Tensor:
         """Return the losses of a batch of each client."""

@@ -229,11 +229,28 @@ class WritesWeights(Plain):
         (Zeroes, "is followed by `on_before_zero_grad`, which reads the optimizer's parameters"),
         (KeepsZeros, "is followed by `optimizer_zero_grad`, which does something else than to set gradients to None"),
         (ClearsByTheModule, "is followed by `optimizer_zero_grad`, which reads the gradient (`grad`) of a tensor"),
-        (WritesWeights, "writes into a tensor that the backward pass of several clients needs"),
+        (WritesWeights, "writes into a tensor that the backward pass needs"),
     ],
 )
 def test_what_it_cannot_do_for_all_is_named(kind, words, tmp_path):
     check_alone(kind, words, tmp_path)
+
+
+class Projects(odd.Images):
+    """Projects kernels that the step has reshaped, in the second batch and only by `data`."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) + self.net[0].weight.flatten(1).square().sum() ** 2
+
+    def on_before_zero_grad(self, optimizer):
+        if self.global_step == 1:
+            self.net[0].weight.data.mul_(0.5)
+
+
+def test_kernels_that_are_written_in_a_later_batch_undo_the_stack(tmp_path, monkeypatch):
+    monkeypatch.setattr(odd, "SIZES", [20] * 4)
+    _, said = check(Projects, tmp_path)
+    assert any("writes into a kernel of a convolution before the backward pass" in text for text in said)
 
 
 def test_gradients_that_are_not_cleared_in_a_later_batch_undo_the_stack(tmp_path, monkeypatch):
