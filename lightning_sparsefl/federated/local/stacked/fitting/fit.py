@@ -149,8 +149,9 @@ class StackedFit:
         own_rates = any(callback.changes_rates for callback, _ in self._callbacks)
         if own_rates and (GRADIENT_HOOKS | {"optimizer_step"}) & trainer.hooks.overridden:
             raise NotStackable("is followed by a hook that sees learning rates, of which each client has its own")
-        sees_steps = sees_batches or trainer.hooks.overridden.intersection(BEFORE_BACKWARD)
-        self._recorder = None if acts or findings.attributes or sees_steps else recorder
+        self._clears = not trainer.hooks.overridden.isdisjoint(BEFORE_BACKWARD)
+        """Whether the module has a hook between its step and the backward pass."""
+        self._recorder = None if acts or findings.attributes or sees_batches or self._clears else recorder
         self._parts: dict[tuple[int, int], _Part] = {}
         """Clients that have stepped together, by the first place and the place after the last one."""
         self._hooked = False
@@ -733,7 +734,7 @@ class StackedFit:
     def _backward(self, one: BatchPass, steps: bool = True) -> None:
         """Call the training step, and give the leaves their gradients, from which an optimizer step may follow."""
         loss = self._losses(one).sum()
-        if steps and one.number % one.parts == 0:
+        if steps and self._clears and one.number % one.parts == 0:
             self._clear_gradients(one)
         with self.whole.attributes.states.hidden(_BACKWARD_READS) as written:
             run_backward(loss)
