@@ -106,7 +106,7 @@ def test_a_client_whose_batches_are_all_skipped_takes_no_part(federation, last, 
     class Skips(Classifier):
         """Skips all batches of the second fit; has a hook for one client, so that each fit has its own start."""
 
-        def on_before_zero_grad(self, optimizer):
+        def on_before_backward(self, loss):
             pass
 
         def on_fit_start(self):
