@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -21,7 +20,7 @@ from lightning_sparsefl.federated.local.stacked.reading.reader import reader_of
 from lightning_sparsefl.federated.local.stacked.reasons import reason_of
 from lightning_sparsefl.federated.local.stacked.states.findings import Findings
 from lightning_sparsefl.federated.local.stacked.states.undo import attributes_kept
-from lightning_sparsefl.federated.local.stacked.trials.draws import drawing_by_client
+from lightning_sparsefl.federated.local.stacked.trials.draws import drawing_as_found
 from lightning_sparsefl.federated.local.stacked.trials.step_trial import EXACT, ROUNDED, difference, moved_weights
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.seeds import seed_all
@@ -114,7 +113,7 @@ class StackGradients:
                 alone = [self._alone(place, model) for place, model in enumerate(models)]
                 requests = [_request(place, ("trial",), model, self._loader()) for place, model in enumerate(models)]
                 worker.load({name: torch.full_like(tensor, torch.nan) for name, tensor in first.items()})  # not for use
-                with self._drawing(*range(len(models))):
+                with drawing_as_found(worker.module, self._findings, *range(len(models))):
                     self._differentiate(requests)
         except Exception as error:
             return reason_of(error)
@@ -128,11 +127,8 @@ class StackGradients:
         return next((clause for clause in clauses if clause is not None), None)
 
     def _alone(self, place: int, weights: Weights) -> Weights:
-        with self._drawing(place):
+        with drawing_as_found(self._worker.module, self._findings, place):
             return self._worker.differentiate(weights, self._loader())
-
-    def _drawing(self, *places: int) -> AbstractContextManager[None]:
-        return drawing_by_client(self._worker.module, places) if self._findings.draws else nullcontext()
 
     def _loader(self) -> Any:
         seed_all("trial")

@@ -748,11 +748,10 @@ class StackedFit:
         optimizer, samples, cleared = self.optimizer.optimizer, partial(samples_of, one.batch), list[bool]()
         kernels = [leaf for leaf in part.module.leaves.values() if leaf.dim() > 4]
         written = _versions(kernels)
+        self.log.collect()  # values of the step, before those of the hooks
         if before in overridden:
-            self.log.collect()  # values of the step, before those of the hook
             self._call(before, part, (optimizer,), samples=samples)
         if zero in overridden:
-            self.log.collect()
             given = (self.trainer.current_epoch, one.number, optimizer)
             vars(optimizer)["zero_grad"] = lambda set_to_none=True: cleared.append(set_to_none)
             try:

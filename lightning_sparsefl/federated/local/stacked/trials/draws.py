@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from lightning_sparsefl.federated.local.stacked.logs import NotStackable
+from lightning_sparsefl.federated.local.stacked.states.findings import Findings
 from lightning_sparsefl.seeds import derive_seed, seed_all
 from lightning_sparsefl.sparse.attributes import attributes_replaced
 
@@ -55,6 +56,17 @@ def drawing_by_client(module: LightningModule, clients: Sequence[int]) -> Iterat
 
     with attributes_replaced(module, {"training_step": training_step}):
         yield
+
+
+def drawing_as_found(module: LightningModule, findings: Findings, *clients: int) -> AbstractContextManager[None]:
+    """Return the context of :func:`drawing_by_client`, or one that does nothing if the step is not known to draw.
+
+    Args:
+        module: Module of the user.
+        findings: Findings about its step.
+        *clients: Numbers of the clients that step together.
+    """
+    return drawing_by_client(module, clients) if findings.draws else nullcontext()
 
 
 class _ClientDraws(TorchDispatchMode):

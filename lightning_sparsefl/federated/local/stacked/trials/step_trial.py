@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, cast
@@ -23,7 +23,7 @@ from lightning_sparsefl.federated.local.stacked.reading.reader import ClientRead
 from lightning_sparsefl.federated.local.stacked.states.findings import Findings
 from lightning_sparsefl.federated.local.stacked.states.leaves import layout_of
 from lightning_sparsefl.federated.local.stacked.states.undo import objects_kept
-from lightning_sparsefl.federated.local.stacked.trials.draws import drawing_by_client, drawing_nothing
+from lightning_sparsefl.federated.local.stacked.trials.draws import drawing_as_found, drawing_nothing
 from lightning_sparsefl.federated.local.worker import ClientWorker
 from lightning_sparsefl.seeds import seed_all
 from lightning_sparsefl.sparse.attributes import attributes_replaced
@@ -152,14 +152,11 @@ class StepTrial:
         reader.start_epoch()
         return layout_of(reader.read(0))
 
-    def _drawing(self, *places: int) -> AbstractContextManager[None]:
-        return drawing_by_client(self._module, places) if self._findings.draws else nullcontext()
-
     def _alone(self, place: int) -> Result:
         client = self._clients[place]
         self._worker.load(self._starts[place])
         seed_all("trial")
-        with self._counting_activations(), self._drawing(place):
+        with self._counting_activations(), drawing_as_found(self._module, self._findings, place):
             loader = self._data.client_train_dataloader(client)
             logged = self._engine.fit(self._module, loader, datamodule=self._worker.data_of(client))
         after = {name: tensor.detach().clone() for name, tensor in self._worker.flat.read().items()}
@@ -193,7 +190,7 @@ class StepTrial:
         return requests
 
     def _fit(self, requests: Sequence[StackedRequest]) -> None:
-        with drawing_nothing(*requests[0].key, "stack"), self._drawing(0, 1):
+        with drawing_nothing(*requests[0].key, "stack"), drawing_as_found(self._module, self._findings, 0, 1):
             self._run(requests)
 
     def _run(self, requests: Sequence[StackedRequest]) -> None:
